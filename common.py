@@ -1,0 +1,279 @@
+"""What iac.py and maac.py share: loading, tokenization, generation and the scoring of tokens. No algorithm lives here.
+
+Letters in shape comments: B samples, P prompt tokens, K completion tokens, L = P + K, V vocabulary entries, D hidden
+width. Token ids travel as plain lists and are padded only where a model is called, prompts left and completions right:
+
+    row 0   . . 4 5 6 | 7 8 2         prompt 4 5 6, completion 7 8 2 (2 stopped it)
+    row 1   1 2 3 4 5 | 9 . .         prompt 1 2 3 4 5, completion 9 (the length limit stopped it)
+
+so the first generated token of every row is in column P. Masks and positions come from these lengths, never from
+comparing ids with a pad id: what the pads hold means nothing.
+"""
+
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.utils import cached_file
+
+# ---------------------------------------------------------------------------------------------------------- loading
+
+
+def iterate(dataset: Any, start: int = 0) -> Iterator[Any]:
+    """The items of a dataset from row `start` on; a dataset without a length is read from its beginning."""
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return (dataset[row] for row in range(start, len(dataset)))
+    return islice(iter(dataset), start, None)
+
+
+def resolve_sources(one_name: str, one: Any, many_name: str, many: Any, count: int) -> list[Any]:
+    """`count` sources (folder, hub name or model) from one for all of them or a list with one for each."""
+    if (one is None) == (many is None):
+        raise ValueError(f"give either {one_name} or {many_name}")
+    if isinstance(one, nn.Module) and count > 1:
+        raise ValueError(f"{one_name} is one model, {count} are needed: give a name, or {count} models as {many_name}")
+    sources = [one] * count if many is None else many
+    if not isinstance(sources, list | tuple) or len(sources) != count:
+        raise ValueError(f"{many_name} must be a list of {count}, got {sources!r:.200}")
+    for index, source in enumerate(sources):
+        if not isinstance(source, str | nn.Module):
+            name = one_name if many is None else f"{many_name}[{index}]"
+            raise ValueError(f"{name} must be a folder, a hub name or a model, got {source!r:.200}")
+    return list(sources)
+
+
+def resolve_tokenizers(tokenizer: Any, agent_model: Any, count: int, options: dict[str, Any]) -> list[Any]:
+    """One tokenizer per agent: one for all, a list with one for each, or the one that comes with a name."""
+    if tokenizer is None and not isinstance(agent_model, str):
+        raise ValueError("tokenizer is required with agents or a model instance")
+    tokenizer = AutoTokenizer.from_pretrained(agent_model, **options) if tokenizer is None else tokenizer
+    tokenizers = list(tokenizer) if isinstance(tokenizer, list | tuple) else [tokenizer] * count
+    if len(tokenizers) != count:
+        raise ValueError(f"tokenizer has {len(tokenizers)} entries, expected {count}")
+    return tokenizers
+
+
+def place(parallel_training: str, **groups: tuple[Sequence[str] | None, int]) -> list[list[torch.device]]:
+    """For each group of models, given as (device names, count), `count` devices.
+
+    "mp": the named ones, 1 or `count` of them, by default those of the first group. "none": one device for all, by
+    default cuda if there is one.
+    """
+    places: list[list[torch.device]] = []
+    if parallel_training == "none":
+        named = {name for names, _ in groups.values() for name in names or ()}
+        if len(named) > 1:
+            raise ValueError(f"{', '.join(groups)}: parallel_training='none' means one device, got {sorted(named)}")
+        names = list(named) or ["cuda" if torch.cuda.is_available() else "cpu"]
+        groups = {group: (names, count) for group, (_, count) in groups.items()}
+    for group, (names, count) in groups.items():
+        if names is not None and len(names) not in (1, count):
+            raise ValueError(f"{group} has {len(names)} entries, expected 1 or {count}")
+        devices = []
+        for name in names or ():
+            try:
+                torch.empty(0, device=name)
+            except (RuntimeError, AssertionError) as error:
+                raise ValueError(f"{group}: there is no device {name!r}: {error}") from error
+            devices.append(torch.device(name))
+        places.append((devices if len(devices) == count else devices * count) or places[0])
+    return places
+
+
+def load(kind: str, sources: list, devices: list, options: dict[str, Any], head: bool = True) -> list[nn.Module]:
+    """The models on their devices, in eval mode, with float32 parameters; without `head` no language-model head.
+
+    AdamW steps of the size used in RL vanish in bfloat16 weights, so training is on float32 weights, whatever type a
+    checkpoint is stored in. Weights that a checkpoint lacks are an error, never silently random.
+    """
+    models, logger = [], logging.getLogger("transformers.modeling_utils")
+    for index, (model, device) in enumerate(zip(sources, devices, strict=True)):
+        name, auto_class = f"{kind}[{index}]", AutoModelForCausalLM if head else AutoModel
+        if isinstance(model, str):
+            logger.disabled = True  # it would report that a critic has no use for lm_head; see below for what is missing
+            try:
+                kwargs = {"dtype": torch.float32} | options
+                model, info = auto_class.from_pretrained(model, output_loading_info=True, **kwargs)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{name}={model!r} could not be loaded: {error}") from error
+            finally:
+                logger.disabled = False
+            if lacking := [*info["missing_keys"], *info["mismatched_keys"]]:
+                raise ValueError(f"{name}={model.name_or_path!r} lacks weights: {lacking}")
+        model = model if head else model.base_model
+        if types := {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}:
+            warnings.warn(f"{name} holds weights of type {types}: they are trained in float32", stacklevel=2)
+        models.append(model.float().to(device).eval())
+    return models
+
+
+def refuse_shared_weights(**groups: list[nn.Module]) -> None:
+    """ValueError if two of the models hold the same parameter: each would undo the other's steps."""
+    owners: dict[int, str] = {}
+    for name, model in ((f"{group}[{i}]", model) for group, models in groups.items() for i, model in enumerate(models)):
+        for parameter in model.parameters():
+            if owners.setdefault(id(parameter), name) != name:
+                raise ValueError(f"{owners[id(parameter)]} and {name} are the same model: load it twice")
+
+
+def saved_value_head(source: Any) -> dict[str, torch.Tensor]:
+    """The tensors of value_head.safetensors in a folder or hub name, {} if there are none."""
+    lenient = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    path = cached_file(source, "value_head.safetensors", **lenient) if isinstance(source, str) else None
+    return load_file(path) if path else {}
+
+
+def max_positions(model: nn.Module) -> int:
+    """The number of positions a model was built for."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
+
+
+# ----------------------------------------------------------------------------------------------------- tokenization
+
+
+def check_vocabulary(name: str, model: nn.Module, source: Any, tokenizer: Any) -> None:
+    """ValueError if a model cannot read a tokenizer's ids: too few embeddings, or it comes with another tokenizer."""
+    rows, given = model.get_input_embeddings().weight.shape[0], tokenizer.name_or_path
+    if len(tokenizer) > rows:
+        raise ValueError(f"{name} embeds {rows} tokens, the tokenizer {given!r} has {len(tokenizer)}")
+    try:
+        own = AutoTokenizer.from_pretrained(source) if isinstance(source, str) and source != given else tokenizer
+    except (OSError, ValueError):
+        return  # a folder without a tokenizer, such as `save_model` writes for critics
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"{name} comes with the tokenizer {source!r}, but is to read the ids of {given!r}")
+
+
+def encode(tokenizer: Any, text: str, where: str) -> list[int]:
+    """Token ids of a prompt, with one begin token if the tokenizer adds one, also where a template wrote it already.
+
+    An end token that some tokenizers append is left out, as the model is to go on from here. No ids: ValueError.
+    """
+    ids, begin = tokenizer(text, add_special_tokens=False, verbose=False).input_ids, tokenizer.bos_token_id
+    adds_begin = begin is not None and tokenizer(text, verbose=False).input_ids[:1] == [begin]
+    ids = [begin, *ids] if adds_begin and ids[:1] != [begin] else ids
+    if not ids:
+        raise ValueError(f"{where}: there are no tokens in {text!r}")
+    return ids
+
+
+def keep_end(ids: list[int], limit: int, tokenizer: Any) -> list[int]:
+    """The last `limit` ids, a begin token at the front keeping its place; warns once when it cuts."""
+    if len(ids) <= limit:
+        return ids
+    warnings.warn("a text is longer than its model has positions for: its end is kept", stacklevel=2)
+    return [ids[0], *ids[len(ids) - limit + 1 :]] if ids[0] == tokenizer.bos_token_id and limit > 1 else ids[-limit:]
+
+
+def stop_ids(model: nn.Module, tokenizer: Any) -> set[int]:
+    """Every token that ends a completion: those of the model's generation config and the tokenizer's end token."""
+    ids = model.generation_config.eos_token_id
+    return {t for t in [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id] if t is not None}
+
+
+def pad(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], device: torch.device) -> dict:
+    """Model inputs [B, L] in the layout of the module docstring: input_ids, attention_mask, position_ids."""
+    P, K = max(map(len, prompts)), max(map(len, completions))
+    ids, mask = torch.zeros(2, len(prompts), P + K, dtype=torch.long)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        real = slice(P - len(prompt), P + len(completion))
+        ids[row, real], mask[row, real] = torch.tensor([*prompt, *completion]), 1
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # 0 for the first real token, however many pads stand before it
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "position_ids": positions.to(device)}
+
+
+# ------------------------------------------------------------------------------------------- generation and scoring
+
+
+def autocast(model: nn.Module, dtype: str) -> torch.autocast:
+    """bfloat16 arithmetic around float32 weights for "bfloat16", nothing for "float32"."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompts: list, stops: set[int], generator: torch.Generator, options: dict) -> list:
+    """Sample a completion of every prompt in one batch: its ids, up to and including the first stop id.
+
+    The options max_new_tokens, temperature, top_p, top_k and dtype are all that shapes the distribution: sampling
+    defaults that come with a checkpoint (top-k 50, a repetition penalty, ...) are set aside, scoring knows none.
+    """
+    inputs = pad(prompts, [()] * len(prompts), model.device)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(options["temperature"])])
+    if options["top_k"] is not None:
+        processors.append(TopKLogitsWarper(options["top_k"]))
+    if options["top_p"] < 1.0:
+        processors.append(TopPLogitsWarper(options["top_p"]))
+    # Sampling with a generator of our own: argmax(logits - log e), e ~ Exp(1), is a draw from softmax(logits). The
+    # global random state is neither used nor changed, and agents that generate at once do not disturb each other.
+    processors.append(lambda _, z: z - torch.empty_like(z).exponential_(generator=generator).clamp_(1e-30).log_())
+    shipped, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        with autocast(model, options["dtype"]):
+            sequences = model.generate(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=options["max_new_tokens"],
+                do_sample=False,
+                eos_token_id=sorted(stops) or None,
+                pad_token_id=0,
+                logits_processor=processors,
+            )
+    finally:
+        model.generation_config = shipped
+    rows = sequences[:, inputs["input_ids"].shape[1] :].tolist()  # [B, K], padded after the stop id
+    ends = [next((k + 1 for k, token in enumerate(row) if token in stops), len(row)) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+
+def generate_all(models: list, prompts: list, stops: list, generators: list, devices: list, options: dict) -> list:
+    """`generate` for all agents, at the same time where they have devices of their own: completions [N][B]."""
+    work = [(*each, options) for each in zip(models, prompts, stops, generators, strict=True)]
+    if len(set(devices)) == 1:
+        return [generate(*each) for each in work]
+    with ThreadPoolExecutor(len(work)) as pool:
+        return list(pool.map(lambda each: generate(*each), work))
+
+
+def call_model(model: nn.Module, **inputs: Any) -> Any:
+    """Run a model on those of the inputs that its forward takes (some know no position_ids or logits_to_keep)."""
+    known = inspect.signature(model.forward).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    return model(use_cache=False, **{name: value for name, value in inputs.items() if takes_all or name in known})
+
+
+def last_hidden(backbone: nn.Module, sequences: list[list[int]], dtype: str) -> torch.Tensor:
+    """Hidden states [B, D] at the last token of each sequence; equal sequences go through the model once."""
+    first: dict[tuple[int, ...], int] = {}
+    index = [first.setdefault(tuple(sequence), len(first)) for sequence in sequences]  # [a, b, a] -> [0, 1, 0]
+    with autocast(backbone, dtype):
+        output = call_model(backbone, **pad(list(first), [()] * len(first), backbone.device))
+    return output.last_hidden_state[:, -1][index]
+
+
+def score(
+    model: nn.Module, prompts: list, completions: list, temperature: float, dtype: str, return_hidden: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Score every generated token, log softmax(z_k / temperature)[a_k], in one forward pass.
+
+    Returns logprobs [B, K], 0 beyond the end of a completion; mask [B, K], True on generated tokens, the stop token
+    among them; and with `return_hidden` the last hidden states [B, K + 1, D], of the last prompt token and the K
+    generated ones. Logits are computed for these columns only. What top_p and top_k cut off is not scored.
+    """
+    inputs, K = pad(prompts, completions, model.device), max(map(len, completions))
+    with autocast(model, dtype):
+        output = call_model(model, **inputs, logits_to_keep=K + 1, output_hidden_states=return_hidden)
+    logits = output.logits[:, -(K + 1) : -1].float()  # [B, K, V]: column k predicts generated token k
+    logits = logits if temperature == 1.0 else logits / temperature
+    mask = inputs["attention_mask"][:, -K:].bool()
+    chosen = logits.gather(-1, inputs["input_ids"][:, -K:, None]).squeeze(-1)
+    logprobs = (chosen - logits.logsumexp(-1)).masked_fill(~mask, 0.0)
+    return logprobs, mask, output.hidden_states[-1][:, -(K + 1) :] if return_hidden else None
