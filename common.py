@@ -51,57 +51,56 @@ def resolve_sources(one_name: str, one: Any, many_name: str, many: Any, count: i
     return list(sources)
 
 
-def resolve_tokenizers(tokenizer: Any, agent_model: Any, count: int, options: dict[str, Any]) -> list[Any]:
+def resolve_tokenizers(tokenizer: Any, agent_model: Any, count: int, options: dict | None) -> list[Any]:
     """One tokenizer per agent: one for all, a list with one for each, or the one that comes with a name."""
     if tokenizer is None and not isinstance(agent_model, str):
         raise ValueError("tokenizer is required with agents or a model instance")
-    tokenizer = AutoTokenizer.from_pretrained(agent_model, **options) if tokenizer is None else tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(agent_model, **(options or {})) if tokenizer is None else tokenizer
     tokenizers = list(tokenizer) if isinstance(tokenizer, list | tuple) else [tokenizer] * count
     if len(tokenizers) != count:
         raise ValueError(f"tokenizer has {len(tokenizers)} entries, expected {count}")
     return tokenizers
 
 
-def place(parallel_training: str, **groups: tuple[Sequence[str] | None, int]) -> list[list[torch.device]]:
-    """For each group of models, given as (device names, count), `count` devices.
+def place(parallel_training: str, groups: list[tuple[str, Any, int]]) -> list[list[torch.device]]:
+    """For each group of models, given as (name, device names, count), `count` devices.
 
-    "mp": the named ones, 1 or `count` of them, by default those of the first group. "none": one device for all, by
-    default cuda if there is one.
+    "mp": those named, one for all or one for each; by default those of the first group. "none": one device for all
+    groups, the only one that is named or else cuda if there is one.
     """
-    places: list[list[torch.device]] = []
+    groups = [(name, [devices] if isinstance(devices, str) else list(devices or ()), n) for name, devices, n in groups]
     if parallel_training == "none":
-        named = {name for names, _ in groups.values() for name in names or ()}
+        named = sorted({device for _, devices, _ in groups for device in devices})
         if len(named) > 1:
-            raise ValueError(f"{', '.join(groups)}: parallel_training='none' means one device, got {sorted(named)}")
-        names = list(named) or ["cuda" if torch.cuda.is_available() else "cpu"]
-        groups = {group: (names, count) for group, (_, count) in groups.items()}
-    for group, (names, count) in groups.items():
-        if names is not None and len(names) not in (1, count):
-            raise ValueError(f"{group} has {len(names)} entries, expected 1 or {count}")
-        devices = []
-        for name in names or ():
-            try:
-                torch.empty(0, device=name)
-            except (RuntimeError, AssertionError) as error:
-                raise ValueError(f"{group}: there is no device {name!r}: {error}") from error
-            devices.append(torch.device(name))
-        places.append((devices if len(devices) == count else devices * count) or places[0])
+            raise ValueError(f"agent_devices, ...: parallel_training='none' is for one device, got {named}")
+        groups = [(name, named or ["cuda" if torch.cuda.is_available() else "cpu"], n) for name, _, n in groups]
+    places: list[list[torch.device]] = []
+    for name, devices, n in groups:
+        if len(devices) not in (0, 1, n):
+            raise ValueError(f"{name} has {len(devices)} entries, expected 1 or {n}")
+        try:
+            found = [torch.device(device) for device in devices if torch.empty(0, device=device).numel() == 0]
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"{name}={devices}: {error}") from error
+        places.append((found if len(found) == n else found * n) or places[0])
     return places
 
 
-def load(kind: str, sources: list, devices: list, options: dict[str, Any], head: bool = True) -> list[nn.Module]:
+def load(kind: str, sources: list, devices: list, options: dict | None, head: bool = True) -> list[nn.Module]:
     """The models on their devices, in eval mode, with float32 parameters; without `head` no language-model head.
 
     AdamW steps of the size used in RL vanish in bfloat16 weights, so training is on float32 weights, whatever type a
     checkpoint is stored in. Weights that a checkpoint lacks are an error, never silently random.
     """
     models, logger = [], logging.getLogger("transformers.modeling_utils")
-    for index, (model, device) in enumerate(zip(sources, devices, strict=True)):
+    for index, (model, device) in enumerate(zip(sources, devices, strict=False)):
         name, auto_class = f"{kind}[{index}]", AutoModelForCausalLM if head else AutoModel
         if isinstance(model, str):
-            logger.disabled = True  # it would report that a critic has no use for lm_head; see below for what is missing
+            logger.disabled = (
+                True  # it would report that a critic has no use for lm_head; see below for what is missing
+            )
             try:
-                kwargs = {"dtype": torch.float32} | options
+                kwargs = {"dtype": torch.float32} | (options or {})
                 model, info = auto_class.from_pretrained(model, output_loading_info=True, **kwargs)
             except (OSError, ValueError) as error:
                 raise ValueError(f"{name}={model!r} could not be loaded: {error}") from error
@@ -153,11 +152,14 @@ def check_vocabulary(name: str, model: nn.Module, source: Any, tokenizer: Any) -
         raise ValueError(f"{name} comes with the tokenizer {source!r}, but is to read the ids of {given!r}")
 
 
-def encode(tokenizer: Any, text: str, where: str) -> list[int]:
+def encode(tokenizer: Any, text: str, where: str, chat_template: bool = False) -> list[int]:
     """Token ids of a prompt, with one begin token if the tokenizer adds one, also where a template wrote it already.
 
     An end token that some tokenizers append is left out, as the model is to go on from here. No ids: ValueError.
     """
+    if chat_template:
+        chat = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     ids, begin = tokenizer(text, add_special_tokens=False, verbose=False).input_ids, tokenizer.bos_token_id
     adds_begin = begin is not None and tokenizer(text, verbose=False).input_ids[:1] == [begin]
     ids = [begin, *ids] if adds_begin and ids[:1] != [begin] else ids
@@ -200,28 +202,29 @@ def autocast(model: nn.Module, dtype: str) -> torch.autocast:
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompts: list, stops: set[int], generator: torch.Generator, options: dict) -> list:
+def generate(model: nn.Module, prompts: list, stops: set[int], generator: torch.Generator, sampling: tuple) -> list:
     """Sample a completion of every prompt in one batch: its ids, up to and including the first stop id.
 
-    The options max_new_tokens, temperature, top_p, top_k and dtype are all that shapes the distribution: sampling
-    defaults that come with a checkpoint (top-k 50, a repetition penalty, ...) are set aside, scoring knows none.
+    `sampling` is (max_new_tokens, temperature, top_p, top_k, dtype). Nothing else shapes the distribution: defaults
+    that come with a checkpoint (top-k 50, a repetition penalty, ...) are set aside, as scoring knows none of them.
     """
+    max_new_tokens, temperature, top_p, top_k, dtype = sampling
     inputs = pad(prompts, [()] * len(prompts), model.device)
-    processors = LogitsProcessorList([TemperatureLogitsWarper(options["temperature"])])
-    if options["top_k"] is not None:
-        processors.append(TopKLogitsWarper(options["top_k"]))
-    if options["top_p"] < 1.0:
-        processors.append(TopPLogitsWarper(options["top_p"]))
+    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k is not None:
+        processors.append(TopKLogitsWarper(top_k))
+    if top_p < 1.0:
+        processors.append(TopPLogitsWarper(top_p))
     # Sampling with a generator of our own: argmax(logits - log e), e ~ Exp(1), is a draw from softmax(logits). The
     # global random state is neither used nor changed, and agents that generate at once do not disturb each other.
     processors.append(lambda _, z: z - torch.empty_like(z).exponential_(generator=generator).clamp_(1e-30).log_())
     shipped, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        with autocast(model, options["dtype"]):
+        with autocast(model, dtype):
             sequences = model.generate(
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
-                max_new_tokens=options["max_new_tokens"],
+                max_new_tokens=max_new_tokens,
                 do_sample=False,
                 eos_token_id=sorted(stops) or None,
                 pad_token_id=0,
@@ -234,9 +237,9 @@ def generate(model: nn.Module, prompts: list, stops: set[int], generator: torch.
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
 
-def generate_all(models: list, prompts: list, stops: list, generators: list, devices: list, options: dict) -> list:
+def generate_all(models: list, prompts: list, stops: list, generators: list, devices: list, sampling: tuple) -> list:
     """`generate` for all agents, at the same time where they have devices of their own: completions [N][B]."""
-    work = [(*each, options) for each in zip(models, prompts, stops, generators, strict=True)]
+    work = [(*each, sampling) for each in zip(models, prompts, stops, generators, strict=True)]
     if len(set(devices)) == 1:
         return [generate(*each) for each in work]
     with ThreadPoolExecutor(len(work)) as pool:

@@ -10,7 +10,7 @@ reads everything, for all agents; `diff iac.py maac.py` shows the difference.)
     critic     critic_type "v": C(t) = V_i(h_t), read at the end of the prompt
                critic_type "q": C(t) = Q_i(h_t, a_t), read at the end of the answer
     target     y_t = r_t + discount * C_old(t + 1),  y_T = r_T at the last collected turn T
-    advantage  the TD error y_t - C_old(t), normalised over the samples of one agent and turn
+    advantage  A_t = y_t - C_old(t), the TD error, normalised over the samples of one agent and turn
     losses     actor   -mean_b log pi_i(a_b|h_b) * A_b
                critic  value_loss_coef * mean_b (C(b) - y_b)^2
 
@@ -23,10 +23,9 @@ C_old, targets and advantages are fixed at collection. Left out on purpose: impo
 baseline: at the last turn it is r - Q(h, a), so as Q fits, the advantage shrinks to noise.
 
     python iac.py                                      the demo: two tiny models name numbers that sum to n
-    python iac.py --critic-type q --num-turns 2
     python iac.py --agent-model Qwen/Qwen3-0.6B --chat-template --task my_task.py
 
-Letters: N agents, C critics, T turns, G generations, B samples, P prompt tokens, K completion tokens, D hidden width.
+Letters: N agents, C critics, G generations, B samples, P prompt tokens, K completion tokens, D hidden width.
 """
 
 import contextlib
@@ -44,10 +43,10 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import tyro
@@ -78,6 +77,7 @@ class IACConfig:
     train_batch_size: int | None = None  # samples per optimiser step; None = rollout_buffer_size
     micro_batch_size: int | None = None  # samples that go through a model at once, same gradient; None = all
     rollout_batch_size: int | None = None  # dataset items generated together; None = all up to the next update
+    chat_template: bool = False  # wrap prompts in the tokenizer's chat template
     max_new_tokens: int = 256  # length limit of an answer
     temperature: float = 1.0  # of sampling and scoring
     top_p: float = 1.0  # nucleus sampling; 1 = off
@@ -105,43 +105,31 @@ class IACConfig:
 
     def __post_init__(self) -> None:
         """Refuse bad values, naming the field; fill in what is derived."""
-        count = "num_agents num_turns num_train_epochs rollout_buffer_size max_new_tokens num_generations eval_batch_size"
-        size = "train_batch_size micro_batch_size rollout_batch_size top_k critic_value_head_hidden_dim"
-        rate = "agent_learning_rate critic_learning_rate value_loss_coef reference_kl_coef"
-        switch = "use_separate_critic advantage_normalization external_prompt_passthrough reference_kl_enabled"
-        devices = "agent_devices critic_devices reference_devices"
-        for names, kind, wanted, allowed in (
-            (f"{count} logging_steps", int, "an integer >= 1", lambda x: x >= 1),
-            (f"{size} value_head_hidden_dim", int, "an integer >= 1 or None", lambda x: x >= 1),
-            ("eval_interval eval_num_samples checkpoint_interval seed", int, "an integer >= 0", lambda x: x >= 0),
-            (rate, Real, "a finite number >= 0", lambda x: 0 <= x < math.inf),
-            ("temperature", Real, "a finite number > 0", lambda x: 0 < x < math.inf),
-            ("top_p", Real, "a number in (0, 1]", lambda x: 0 < x <= 1),
-            ("discount", Real, "a number in [0, 1]", lambda x: 0 <= x <= 1),
-            ("max_grad_norm value_clip_range", Real, "a number > 0 or None", lambda x: x > 0),
-            ("early_termination_threshold", Real, "a finite number or None", math.isfinite),
-            (switch, bool, "True or False", lambda x: True),
-            ("critic_type", str, "'v' or 'q'", ("v", "q").__contains__),
-            ("parallel_training", str, "'none' or 'mp'", ("none", "mp").__contains__),
-            ("dtype", str, "'float32' or 'bfloat16'", ("float32", "bfloat16").__contains__),
-            (devices, list | tuple | str, "a list of device names or None", len),
-        ):
-            for name in names.split():
-                value = getattr(self, name)
-                fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool) and allowed(value)
-                if not fits and not (value is None and wanted.endswith("None")):
-                    raise ValueError(f"{name}={value!r} must be {wanted}")
-                if fits and kind is Real:
-                    setattr(self, name, float(value))
-                if fits and name in devices:
-                    setattr(self, name, [value] if isinstance(value, str) else list(value))
+        bounds = dict.fromkeys(("eval_interval", "eval_num_samples", "checkpoint_interval", "seed"), (0, math.inf))
+        bounds |= dict.fromkeys(("temperature", "max_grad_norm", "value_clip_range"), (1e-6, math.inf))
+        bounds |= {"top_p": (1e-6, 1), "discount": (0, 1), "early_termination_threshold": (-math.inf, math.inf)}
+        for f in fields(IACConfig):
+            value, kinds = getattr(self, f.name), get_args(f.type) or (f.type,)
+            if value is None and type(None) in kinds:
+                continue
+            low, high = bounds.get(f.name, (1 if int in kinds else 0, math.inf))
+            number = isinstance(value, int if int in kinds else Real) and not isinstance(value, bool)
+            if int in kinds or float in kinds:
+                good = number and low <= value <= high and math.isfinite(value)
+                wanted = f"{'an integer' if int in kinds else 'a finite number'} from {low} to {high}"
+            elif list[str] in kinds:
+                good, wanted = isinstance(value, list | tuple | str) and len(value) > 0, "device names"
+            else:
+                good, wanted = value in kinds or (bool in kinds and isinstance(value, bool)), f"one of {kinds}"
+            if not good:
+                raise ValueError(f"{f.name}={value!r} must be {wanted}{' or None' * (type(None) in kinds)}")
+            setattr(self, f.name, float(value) if float in kinds else value)
         self.train_batch_size = self.train_batch_size or self.rollout_buffer_size
         if self.num_turns > 1 and self.num_generations > 1:
             raise ValueError(f"num_generations={self.num_generations} must be 1 with num_turns={self.num_turns}")
-        if self.parallel_training == "mp" and self.agent_devices is None:
-            raise ValueError("agent_devices=None: parallel_training='mp' needs device names")
-        if self.parallel_training == "mp" and self.use_separate_critic and self.critic_devices is None:
-            raise ValueError("critic_devices=None: parallel_training='mp' needs device names")
+        for name in ("agent_devices", "critic_devices")[: 1 + self.use_separate_critic]:
+            if self.parallel_training == "mp" and getattr(self, name) is None:
+                raise ValueError(f"{name}=None: parallel_training='mp' needs device names")
 
 
 # --------------------------------------------------------------------------------------------------------- 2 task
@@ -241,24 +229,22 @@ def read_rewards(raw: Any, N: int, G: int, where: str) -> list[list[float]]:
 class Critic(nn.Module):
     """A language model without its language-model head, and a float32 value head that reads the last token."""
 
-    def __init__(self, name: str, source: Any, backbone: nn.Module, hidden_dim: int | None, seed: int) -> None:
-        """Put a head D -> 1, with a tanh layer in between if hidden_dim is given, on the backbone.
+    def __init__(self, source: Any, backbone: nn.Module, hidden_dim: int | None, seed: int) -> None:
+        """Put a head D -> 1 on the backbone, with a tanh layer in between if hidden_dim is given.
 
         Its last layer starts at zero, unless `save_model` left a trained head in the folder `source`.
         """
         super().__init__()
         saved, D = common.saved_value_head(source), backbone.config.get_text_config().hidden_size
-        saved_dim = len(saved["0.weight"]) if len(saved) > 2 else None
-        if saved and hidden_dim not in (None, saved_dim):
-            raise ValueError(f"{name}: the saved value head has hidden width {saved_dim}, {hidden_dim} was asked for")
-        hidden_dim = saved_dim if saved else hidden_dim
+        hidden_dim = hidden_dim or (len(saved["0.weight"]) if len(saved) > 2 else None)
         with torch.random.fork_rng(devices=[]):  # building a trainer leaves the global random state as it was
             torch.manual_seed(seed)
             hidden = [nn.Linear(D, hidden_dim), nn.Tanh()] if hidden_dim else []
             self.value_head = nn.Sequential(*hidden, nn.Linear(hidden_dim or D, 1)).to(backbone.device)
         for parameter in self.value_head[-1].parameters():
             nn.init.zeros_(parameter)
-        self.value_head.load_state_dict(saved or self.value_head.state_dict())
+        if saved:
+            self.value_head.load_state_dict(saved)
         self.backbone = backbone
 
     def forward(self, sequences: list[list[int]], dtype: str) -> torch.Tensor:
@@ -326,7 +312,9 @@ def policy_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tenso
     return -logprobs.sum(-1) * advantages
 
 
-def value_loss(values: torch.Tensor, targets: torch.Tensor, old_values: torch.Tensor, clip: float | None) -> torch.Tensor:
+def value_loss(
+    values: torch.Tensor, targets: torch.Tensor, old_values: torch.Tensor, clip: float | None
+) -> torch.Tensor:
     """(C - y)^2 of each sample, [B]; with a clip range the larger one of it and (C_clip - y)^2."""
     if clip is None:
         return (values - targets) ** 2
@@ -376,7 +364,8 @@ class IACTrainer:
         eval_dataset: Any = None,
         model_config: dict[str, dict] | None = None,  # model_kwargs, critic_model_kwargs, tokenizer_kwargs
         wandb_config: dict[str, Any] | None = None,  # arguments of wandb.init
-        metrics_callback: Callable[[list[RolloutSample]], dict[str, float]] | None = None,  # an item's samples -> metrics
+        metrics_callback: Callable[[list[RolloutSample]], dict[str, float]]
+        | None = None,  # an item's samples -> metrics
         external_transition: Callable | None = None,  # the next turn's prompts, see turn_prompts
         output_dir: str | None = None,  # a new folder, by default one in runs/
     ) -> None:
@@ -389,58 +378,55 @@ class IACTrainer:
         self.formatters = [formatters] * N if callable(formatters) else list(formatters)
         if len(self.formatters) != N:
             raise ValueError(f"formatters has {len(self.formatters)} entries, expected {N}")
+        if args.num_turns > 1 and external_transition is None:
+            raise ValueError(f"external_transition is required with num_turns={args.num_turns}")
         functions = {f"formatters[{i}]": function for i, function in enumerate(self.formatters)}
         functions |= {"reward_func": reward_func, "reward_processor": self.reward_processor}
         functions |= {"metrics_callback": metrics_callback or len, "external_transition": external_transition or len}
         for name, function in functions.items():
             if not callable(function):
                 raise ValueError(f"{name} must be a function, got {function!r}")
-        if args.num_turns > 1 and external_transition is None:
-            raise ValueError(f"external_transition is required with num_turns={args.num_turns}")
-        self.sampling = {k: getattr(args, k) for k in ("max_new_tokens", "temperature", "top_p", "top_k", "dtype")}
         self.load_models(agent_model, agents, critic_model, critics, tokenizer, **(model_config or {}))
         self.generators, self.shuffle = self.new_generators(args.seed), torch.Generator().manual_seed(args.seed)
         self.buffers: list[list[RolloutSample]] = [[] for _ in range(N)]
-        self.metrics: dict[str, list[float]] = defaultdict(list)  # name -> values since the last logged row
-        self.seconds: dict[str, float] = defaultdict(float)  # likewise, by what they were spent on
+        self.metrics: dict[str, list[float]] = defaultdict(list)  # values to average in the next logged row
+        self.seconds: dict[str, float] = defaultdict(float)  # spent on what since the last logged row
         self.epoch = self.row = self.batches = self.env_step = self.logged_step = self.truncated = 0
         self.running, self.tracker = False, None  # whether output_dir is ours to write to; the W&B run
 
     def load_models(
-        self, agent_model: Any, agents: Any, critic_model: Any, critics: Any, tokenizer: Any, **options: dict
+        self,
+        agent_model,
+        agents,
+        critic_model,
+        critics,
+        tokenizer,
+        model_kwargs=None,
+        critic_model_kwargs=None,
+        tokenizer_kwargs=None,
     ) -> None:
         """Tokenizers, agents, reference models, critics and optimisers, from the constructor's arguments."""
         args, N, separate = self.args, self.args.num_agents, self.args.use_separate_critic
-        kwargs = {"model_kwargs": {}, "critic_model_kwargs": {}, "tokenizer_kwargs": {}}
-        if unknown := options.keys() - kwargs.keys():
-            raise ValueError(f"model_config has unknown keys {sorted(unknown)}, known are {sorted(kwargs)}")
-        kwargs |= options
         sources = critic_sources = common.resolve_sources("agent_model", agent_model, "agents", agents, N)
         C = 1 if isinstance(critic_model, nn.Module) else N  # agent i is judged by self.critics[i % C]
         if separate:
             critic_sources = common.resolve_sources("critic_model", critic_model, "critics", critics, C)
         elif critic_model is not None or critics is not None:
             raise ValueError("critic_model and critics have no place with use_separate_critic=False")
-        self.tokenizers = common.resolve_tokenizers(tokenizer, agent_model, N, kwargs["tokenizer_kwargs"])
-        self.agent_devices, critic_devices, reference_devices = common.place(
-            args.parallel_training,
-            agent_devices=(args.agent_devices, N),
-            critic_devices=(args.critic_devices, C),
-            reference_devices=(args.reference_devices, N),
-        )
-        self.agents = common.load("agents", sources, self.agent_devices, kwargs["model_kwargs"])
-        self.references: list[nn.Module] = []
-        if args.reference_kl_enabled and args.reference_kl_coef > 0:
-            frozen = copy.deepcopy(sources)
-            self.references = common.load("references", frozen, reference_devices, kwargs["model_kwargs"])
+        self.tokenizers = common.resolve_tokenizers(tokenizer, agent_model, N, tokenizer_kwargs)
+        names = {"agent_devices": N, "critic_devices": C, "reference_devices": N}
+        groups = [(name, getattr(args, name), count) for name, count in names.items()]
+        self.agent_devices, critic_devices, reference_devices = common.place(args.parallel_training, groups)
+
+        self.agents = common.load("agents", sources, self.agent_devices, model_kwargs)
+        frozen = copy.deepcopy(sources) if args.reference_kl_enabled and args.reference_kl_coef > 0 else []
+        self.references = common.load("references", frozen, reference_devices, model_kwargs)
         backbones, hidden_dim = [agent.base_model for agent in self.agents], args.value_head_hidden_dim
         if separate:
+            backbones = common.load("critics", critic_sources, critic_devices, critic_model_kwargs, head=False)
             hidden_dim = args.critic_value_head_hidden_dim
-            backbones = common.load("critics", critic_sources, critic_devices, kwargs["critic_model_kwargs"], head=False)
             common.refuse_shared_weights(agents=self.agents, critics=backbones)
-        self.critics = [
-            Critic(f"critics[{c}]", critic_sources[c], backbones[c], hidden_dim, args.seed + c) for c in range(C)
-        ]
+        self.critics = [Critic(critic_sources[c], backbones[c], hidden_dim, args.seed + c) for c in range(C)]
         for i, tok in enumerate(self.tokenizers):
             common.check_vocabulary(f"agents[{i}]", self.agents[i], None, tok)
             common.check_vocabulary(f"critics[{i % C}]", backbones[i % C], critic_sources[i % C], tok)
@@ -545,12 +531,13 @@ class IACTrainer:
             for e in active:
                 row, where = first_row + e, f"row {first_row + e}, turn {turn + 1}"
                 for i, prompt in enumerate(self.turn_prompts(items[e], turn, episodes[e], where)):
-                    ids = common.encode(self.tokenizers[i], prompt, f"{where}, agent {i}")
+                    ids = common.encode(self.tokenizers[i], prompt, f"{where}, agent {i}", args.chat_template)
                     kept = common.keep_end(ids, self.prompt_limits[i], self.tokenizers[i])
                     self.truncated += len(kept) < len(ids)
                     samples[i] += [RolloutSample(i, row, turn, g, items[e], prompt, kept) for g in range(G)]
             prompt_ids = [[s.prompt_ids for s in own] for own in samples]
-            ids = common.generate_all(self.agents, prompt_ids, self.stops, generators, self.agent_devices, self.sampling)
+            sampling = (args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.dtype)
+            ids = common.generate_all(self.agents, prompt_ids, self.stops, generators, self.agent_devices, sampling)
             for i, own in enumerate(samples):
                 for s, answer in zip(own, ids[i], strict=True):
                     s.completion_ids, s.finished = answer, answer[-1] in self.stops[i]
@@ -567,7 +554,12 @@ class IACTrainer:
                 active = [e for e in active if mean[e] <= args.early_termination_threshold]
             if not active:
                 break
-        for path in ([s for s in e if (s.agent_idx, s.generation_idx) == (i, g)] for e in episodes for i in range(N) for g in range(G)):
+        for path in (
+            [s for s in e if (s.agent_idx, s.generation_idx) == (i, g)]
+            for e in episodes
+            for i in range(N)
+            for g in range(G)
+        ):
             rewards = [s.reward - args.reference_kl_coef * s.reference_kl for s in path]
             targets, td_errors = td_targets(rewards, [s.old_value for s in path], args.discount)
             for t, s in enumerate(path):
@@ -604,7 +596,9 @@ class IACTrainer:
             self.metrics[f"agent_{i}/policy_loss"] += losses.tolist()
             loss = losses.sum() / B
             if not args.use_separate_critic:
-                loss = loss + self.critic_loss(i, batch, self.shared_values(i, batch, hidden), args.value_clip_range) / B
+                loss = (
+                    loss + self.critic_loss(i, batch, self.shared_values(i, batch, hidden), args.value_clip_range) / B
+                )
             loss.backward()
         self.optimizer_step(f"agent_{i}/grad_norm", self.agent_optimizers[i])
 
@@ -615,7 +609,9 @@ class IACTrainer:
             (self.critic_loss(c, batch, values, clip=None) / len(samples)).backward()
         self.optimizer_step(f"critic_{c}/grad_norm", self.critic_optimizers[c])
 
-    def critic_loss(self, c: int, samples: list[RolloutSample], values: torch.Tensor, clip: float | None) -> torch.Tensor:
+    def critic_loss(
+        self, c: int, samples: list[RolloutSample], values: torch.Tensor, clip: float | None
+    ) -> torch.Tensor:
         """value_loss_coef times the summed value loss of values [B]."""
         targets, old_values = torch.tensor([[s.target, s.old_value] for s in samples], device=values.device).T
         losses = value_loss(values, targets, old_values, clip)
@@ -662,7 +658,9 @@ class IACTrainer:
             self.add_metrics(metrics, episode, "eval/")
             for s in episode:
                 where = {"row": s.row, "turn": s.turn_idx + 1, "agent": s.agent_idx}
-                self.write("completions.jsonl", where | {"prompt": s.prompt, "completion": s.completion, "reward": s.reward})
+                self.write(
+                    "completions.jsonl", where | {"prompt": s.prompt, "completion": s.completion, "reward": s.reward}
+                )
                 if number < 3:
                     tqdm.write(f"  {where}: {s.prompt[-50:]!r} -> {s.completion[:50]!r}, reward {s.reward:.2f}")
         return {name: sum(values) / len(values) for name, values in metrics.items()}
@@ -781,19 +779,11 @@ class IACTrainer:
 
 # --------------------------------------------------------------------------------------------------------- 7 main
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-DEMO = {  # what suits tests/tiny_lm
-    "agent_model": os.path.join(HERE, "tests", "tiny_lm"),
-    "agent_learning_rate": 3e-4,
-    "critic_learning_rate": 1e-3,
-    "max_grad_norm": None,
-    "rollout_buffer_size": 64,
-    "max_new_tokens": 3,
-    "num_train_epochs": 8,
-    "eval_interval": 1600,
-    "eval_num_samples": 128,
-    "eval_batch_size": 128,
-}
+TINY_LM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tests", "tiny_lm")
+DEMO = dict(  # what suits tests/tiny_lm
+    agent_model=TINY_LM, max_new_tokens=3, agent_learning_rate=3e-4, critic_learning_rate=1e-3, max_grad_norm=None,
+    rollout_buffer_size=64, num_train_epochs=16, eval_interval=1600, eval_num_samples=128, eval_batch_size=128,
+)  # fmt: skip
 
 
 @dataclass
@@ -805,7 +795,6 @@ class Args(IACConfig):
     critic_model: str | None = None  # the same for critics; by default the agents' own
     critics: list[str] | None = None  # instead: one for each critic
     task: str | None = None  # Python file with train_dataset, reward_func, ...; by default the number task
-    chat_template: bool = False  # wrap prompts in the tokenizer's chat template
     output_dir: str | None = None  # a new folder for the run; by default one in runs/
     track: bool = False  # log to Weights & Biases
     wandb_project: str = "multi-agent-actor-critic"  # its project
@@ -818,9 +807,9 @@ def load_task(args: Args) -> dict[str, Any]:
         data = {"train_dataset": numbers_dataset(1600, args.seed), "eval_dataset": numbers_dataset(400, args.seed + 1)}
         functions = {"reward_func": numbers_reward, "external_transition": numbers_transition}
         return data | functions | {"formatters": numbers_formatters(args.num_agents)}
-    names = "train_dataset eval_dataset formatters reward_func reward_processor external_transition metrics_callback"
     sys.path.insert(0, os.path.dirname(os.path.abspath(args.task)))  # a task may import its neighbours
     task = runpy.run_path(args.task)
+    names = "train_dataset eval_dataset formatters reward_func reward_processor external_transition metrics_callback"
     return {name: task[name] for name in names.split() if name in task}
 
 
@@ -828,27 +817,13 @@ def main() -> None:
     """Train from the command line."""
     flags = {flag.split("=")[0].replace("_", "-") for flag in sys.argv[1:]}
     args = tyro.cli(Args, default=Args(**({} if flags & {"--agent-model", "--agents"} else DEMO)))
-    task = load_task(args)
-    tokenizers = [common.AutoTokenizer.from_pretrained(name) for name in args.agents or [args.agent_model]]
-    if args.chat_template:
-        formatters, N = task.get("formatters") or (lambda item: item["prompt"]), args.num_agents
-        formatters = [formatters] * N if callable(formatters) else formatters
-        task["formatters"] = [chat_formatter(f, tokenizers[i % len(tokenizers)]) for i, f in enumerate(formatters)]
-    critics = {"critic_model": args.critic_model, "critics": args.critics}
-    if args.use_separate_critic and not any(critics.values()):
-        critics = {"critic_model": args.agent_model, "critics": args.agents}
-    tracking = {"project": args.wandb_project, "entity": args.wandb_entity} if args.track else None
-    trainer = IACTrainer(
-        agent_model=args.agent_model if not args.agents else None,
-        agents=args.agents,
-        **critics,
-        tokenizer=tokenizers if args.agents else tokenizers[0],
-        args=args,
-        wandb_config=tracking,
-        output_dir=args.output_dir,
-        **task,
-    )
-    trainer.train()
+    models = {name: getattr(args, name) for name in ("agent_model", "agents", "critic_model", "critics")}
+    if args.use_separate_critic and not (args.critic_model or args.critics):
+        models |= {"critic_model": args.agent_model, "critics": args.agents}
+    tokenizer = [common.AutoTokenizer.from_pretrained(name) for name in args.agents or []] or None
+    wandb_config = {"project": args.wandb_project, "entity": args.wandb_entity} if args.track else None
+    outputs = {"output_dir": args.output_dir, "wandb_config": wandb_config}
+    IACTrainer(**models, tokenizer=tokenizer, args=args, **outputs, **load_task(args)).train()
 
 
 if __name__ == "__main__":
