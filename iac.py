@@ -425,7 +425,7 @@ class IACTrainer:
         if separate:
             backbones = common.load("critics", critic_sources, critic_devices, critic_model_kwargs, head=False)
             hidden_dim = args.critic_value_head_hidden_dim
-            common.refuse_shared_weights(agents=self.agents, critics=backbones)
+        common.refuse_shared_weights(agents=self.agents, critics=backbones if separate else [])
         self.critics = [Critic(critic_sources[c], backbones[c], hidden_dim, args.seed + c) for c in range(C)]
         for i, tok in enumerate(self.tokenizers):
             common.check_vocabulary(f"agents[{i}]", self.agents[i], None, tok)

@@ -1,0 +1,802 @@
+"""MAAC: multi-agent actor-critic for several language models that answer together, in one file.
+
+N agents, each a language model, read a prompt each and answer; one reward scores the joint answer. One centralised
+critic reads what all agents read, and gives all of them the same TD error, apart from their own rewards where rewards
+are per agent. (In iac.py every agent has a critic of its own; `diff iac.py maac.py` shows the difference.)
+
+    policy     log pi_i(a|h) = sum_k log softmax(z_k / temperature)[a_k]     over the generated tokens, stop included
+    reward     r_t = R_t - reference_kl_coef * KL_t,  R = reward_processor(reward_func(...))
+               KL_t = sum_k [log pi_i(a_k) - log pi_i^ref(a_k)]              only with reference_kl_enabled
+    critic     critic_type "v": C(t) = V(h_t), read at the end of all agents' prompts
+               critic_type "q": C(t) = Q(h_t, a_t), read at the end of all agents' prompts and answers
+    target     y_t = r_t + discount * C_old(t + 1),  y_T = r_T at the last collected turn T
+    advantage  A_t = y_t - C_old(t), the TD error, normalised over the samples of one agent and turn
+    losses     actor   -mean_b log pi_i(a_b|h_b) * A_b
+               critic  value_loss_coef * mean_b (C(b) - y_b)^2
+
+The critic reads one text, tokenized with agent 0's tokenizer (`critic_text` below); here for two agents, and with "q":
+
+    [agent 1]\\n<prompt>\\n[agent 2]\\n<prompt>\\n[answer 1]\\n<answer>\\n[answer 2]\\n<answer>
+
+C_old, targets and advantages are fixed at collection. Left out on purpose: importance ratios and their clipping, GAE
+(a target looks one turn ahead), an entropy bonus, dropout. With "q" the same TD error drives the actor, without a state
+baseline: at the last turn it is r - Q(h, a), so as Q fits, the advantage shrinks to noise.
+
+    python maac.py                                     the demo: two tiny models name numbers that sum to n
+    python maac.py --agent-model Qwen/Qwen3-0.6B --chat-template --task my_task.py
+
+Letters: N agents, G generations, B samples, P prompt tokens, K completion tokens, D hidden width.
+"""
+
+import contextlib
+import copy
+import inspect
+import json
+import math
+import os
+import random
+import re
+import runpy
+import shutil
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
+from numbers import Real
+from typing import Any, Literal, get_args
+
+import torch
+import tyro
+from safetensors.torch import save_file
+from torch import nn
+from tqdm import tqdm
+
+import common
+
+# ------------------------------------------------------------------------------------------------------- 1 config
+
+
+@dataclass
+class MAACConfig:
+    """Every setting of the algorithm; the defaults suit a pretrained language model."""
+
+    num_agents: int = 2  # models that answer together
+    num_turns: int = 1  # rounds of answers per episode; more than 1 needs an external_transition
+    critic_type: Literal["v", "q"] = "v"  # "v": V(h), read after the prompts; "q": Q(h, a), read after the answers
+    num_train_epochs: int = 1  # passes over train_dataset
+    agent_learning_rate: float = 5e-6  # AdamW step size of the actors
+    critic_learning_rate: float = 5e-6  # AdamW step size of the critic
+    value_loss_coef: float = 0.6  # weight of the critic loss
+    advantage_normalization: bool = True  # mean 0 and deviation 1 within each agent and turn
+    rollout_buffer_size: int = 8  # samples per agent that start an update
+    train_batch_size: int | None = None  # samples per optimiser step; None = rollout_buffer_size
+    micro_batch_size: int | None = None  # samples that go through a model at once, same gradient; None = all
+    rollout_batch_size: int | None = None  # dataset items generated together; None = all up to the next update
+    chat_template: bool = False  # wrap prompts in the tokenizer's chat template
+    max_new_tokens: int = 256  # length limit of an answer
+    temperature: float = 1.0  # of sampling and scoring
+    top_p: float = 1.0  # nucleus sampling; 1 = off
+    top_k: int | None = None  # sample from the k likeliest tokens; None = off
+    num_generations: int = 1  # joint answers per item; more than 1 needs num_turns 1
+    external_prompt_passthrough: bool = False  # take the transition's prompts as they are, without the formatter
+    discount: float = 1.0  # per turn
+    early_termination_threshold: float | None = None  # an episode ends after a turn with a mean reward above this
+    reference_kl_enabled: bool = False  # penalise the distance from the initial models
+    reference_kl_coef: float = 0.1  # weight of that penalty
+    max_grad_norm: float | None = 1.0  # gradient clipping per model; None = off
+    eval_interval: int = 16  # dataset items between evaluations; 0 = never evaluate
+    eval_num_samples: int = 4  # dataset items per evaluation
+    eval_batch_size: int = 1  # dataset items generated together in evaluation
+    logging_steps: int = 1  # joint answers between two logged rows, at least
+    checkpoint_interval: int = 0  # updates between checkpoints; 0 = only at the end
+    parallel_training: Literal["none", "mp"] = "none"  # "none": one device for all; "mp": the devices named below
+    agent_devices: list[str] | None = None  # one for all agents or one for each
+    critic_devices: list[str] | None = None  # one: the critic's
+    reference_devices: list[str] | None = None  # of the reference models; None = the agents'
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the arithmetic; weights are float32 either way
+    seed: int = 1  # of sampling, shuffling and value heads
+
+    def __post_init__(self) -> None:
+        """Refuse bad values, naming the field; fill in what is derived."""
+        bounds = dict.fromkeys(("eval_interval", "eval_num_samples", "checkpoint_interval", "seed"), (0, math.inf))
+        bounds |= dict.fromkeys(("temperature", "max_grad_norm"), (1e-6, math.inf))
+        bounds |= {"top_p": (1e-6, 1), "discount": (0, 1), "early_termination_threshold": (-math.inf, math.inf)}
+        for f in fields(MAACConfig):
+            value, kinds = getattr(self, f.name), get_args(f.type) or (f.type,)
+            if value is None and type(None) in kinds:
+                continue
+            low, high = bounds.get(f.name, (1 if int in kinds else 0, math.inf))
+            number = isinstance(value, int if int in kinds else Real) and not isinstance(value, bool)
+            if int in kinds or float in kinds:
+                good = number and low <= value <= high and math.isfinite(value)
+                wanted = f"{'an integer' if int in kinds else 'a finite number'} from {low} to {high}"
+            elif list[str] in kinds:
+                good, wanted = isinstance(value, list | tuple | str) and len(value) > 0, "device names"
+            else:
+                good, wanted = value in kinds or (bool in kinds and isinstance(value, bool)), f"one of {kinds}"
+            if not good:
+                raise ValueError(f"{f.name}={value!r} must be {wanted}{' or None' * (type(None) in kinds)}")
+            setattr(self, f.name, float(value) if float in kinds else value)
+        self.train_batch_size = self.train_batch_size or self.rollout_buffer_size
+        if self.num_turns > 1 and self.num_generations > 1:
+            raise ValueError(f"num_generations={self.num_generations} must be 1 with num_turns={self.num_turns}")
+        for name in ("agent_devices", "critic_devices"):
+            if self.parallel_training == "mp" and getattr(self, name) is None:
+                raise ValueError(f"{name}=None: parallel_training='mp' needs device names")
+
+
+# --------------------------------------------------------------------------------------------------------- 2 task
+
+
+def numbers_dataset(rows: int, seed: int) -> list[dict]:
+    """The built-in task: all agents are shown n, each names a number, and the numbers are to add up to n.
+
+    They cannot talk, so they must find a convention: say, agent 0 names 4 whatever n is, and agent 1 the rest.
+    """
+    rng = random.Random(seed)
+    return [{"prompt": f"sum to {n}", "n": n} for n in (rng.randrange(10) for _ in range(rows))]
+
+
+def numbers_formatters(num_agents: int) -> list[Callable]:
+    """Each agent's prompt, such as "agent 1 of 2: sum to 7 ="."""
+    return [lambda item, i=i: f"agent {i + 1} of {num_agents}: {item['prompt']} =" for i in range(num_agents)]
+
+
+def numbers_in(texts: Sequence[str]) -> list[str]:
+    """The first number in each text, "?" where there is none."""
+    return [(re.findall(r"\d{1,4}", text) or ["?"])[0] for text in texts]
+
+
+def numbers_reward(*completions: list[str], batch_items: list[dict]) -> list[float]:
+    """max(0, 1 - |sum - n| / 5) for each joint answer; 0 where an agent names no number."""
+    answers = [numbers_in(joint) for joint in zip(*completions, strict=True)]
+    misses = [math.inf if "?" in a else abs(sum(map(int, a)) - batch_items[0]["n"]) for a in answers]
+    return [max(0.0, 1 - miss / 5) for miss in misses]
+
+
+def numbers_transition(prompt: str, agent_completions: list[str], num_agents: int, **histories: Any) -> list[str]:
+    """The next turn's prompt shows everybody's numbers: "sum to 7, said 3 5"."""
+    return [f"{prompt}, said {' '.join(numbers_in(agent_completions))}"] * num_agents
+
+
+def call_formatter(formatter: Callable, item: Mapping, external_prompt: str | None, where: str) -> str:
+    """An agent's prompt for an item; ValueError unless it is a string with something in it."""
+    options = {"external_prompts": external_prompt}
+    try:
+        prompt = formatter(item, **(options if "external_prompts" in inspect.signature(formatter).parameters else {}))
+    except KeyError as error:
+        raise ValueError(f"{where}: the formatter found no {error} in the item {item!r:.200}") from error
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"{where}: the formatter must return a non-empty string, got {prompt!r:.200}")
+    return prompt
+
+
+def call_reward(reward_func: Callable, completions: list[list[str]], prompts: list[str], item: Mapping) -> Any:
+    """Call a reward function the way its signature asks for.
+
+    Its positional parameters are the agents, each a list of G strings; with one more than agents, not counting those
+    with defaults, the prompts come first, and a single one gets the list of all agents' lists. Parameters called
+    `prompts` (N strings) or `batch_items` (a list of the one item) are filled wherever they stand, as is **kwargs.
+    """
+    parameters = inspect.signature(reward_func).parameters
+    kinds = {p.kind for p in parameters.values()}
+    places = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named: dict[str, list] = {"prompts": list(prompts), "batch_items": [item]}
+    required = sum(p.default is p.empty and p.name not in named for p in places)
+    answers: list[Any] = [list(texts) for texts in completions]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds and required == len(answers) + 1:
+        answers.insert(0, list(prompts))
+    elif inspect.Parameter.VAR_POSITIONAL not in kinds and required == 1 < len(answers):
+        answers = [answers]
+    positional = []
+    for p in places:
+        if p.name not in named and not answers:
+            break  # this one and those after it keep their defaults or are given by name
+        positional.append(named.pop(p.name) if p.name in named else answers.pop(0))
+    by_name = {name: x for name, x in named.items() if name in parameters or inspect.Parameter.VAR_KEYWORD in kinds}
+    return reward_func(*positional, *answers, **by_name)
+
+
+def read_rewards(raw: Any, N: int, G: int, where: str) -> list[list[float]]:
+    """Rewards [N][G] out of what a reward function returned for N agents and G joint answers.
+
+    That is one number for the whole call, or G numbers, one per joint answer, or else N numbers, one per agent, or an
+    N x G matrix; a list, tuple, array or tensor. Anything else, and whatever is not finite, is a ValueError.
+    """
+    try:
+        rewards = torch.as_tensor(raw, dtype=torch.float64).cpu()
+    except (TypeError, ValueError, RuntimeError):  # None, text, rows of different lengths
+        rewards = torch.tensor(math.nan)
+    if rewards.shape == (N,) and N not in (1, G):
+        rewards = rewards[:, None]
+    if rewards.shape not in ((), (G,), (N, 1), (N, G)) or not rewards.isfinite().all():
+        got = f"{len(raw)} values, {raw!r:.200}" if isinstance(raw, Sequence | torch.Tensor) else f"{raw!r:.200}"
+        forms = f"a number, {G} numbers (one per joint answer), {N} numbers (one per agent) or {N} lists of {G} numbers"
+        raise ValueError(f"{where}: expected a reward of {forms}, all finite; got {got}")
+    return rewards.expand(N, G).tolist()
+
+
+# ------------------------------------------------------------------------------------------------------- 3 critic
+
+
+def critic_text(prompts: Sequence[str], answers: Sequence[str]) -> str:
+    """What the critic reads: the prompts of all agents, and with "q" their answers (see the docstring of the file)."""
+    blocks = [f"[agent {i + 1}]\n{prompt}" for i, prompt in enumerate(prompts)]
+    return "\n".join(blocks + [f"[answer {i + 1}]\n{answer}" for i, answer in enumerate(answers)])
+
+
+class Critic(nn.Module):
+    """A language model without its language-model head, and a float32 value head that reads the last token."""
+
+    def __init__(self, source: Any, backbone: nn.Module, hidden_dim: int | None, seed: int) -> None:
+        """Put a head D -> 1 on the backbone, with a tanh layer in between if hidden_dim is given.
+
+        Its last layer starts at zero, unless `save_model` left a trained head in the folder `source`.
+        """
+        super().__init__()
+        saved, D = common.saved_value_head(source), backbone.config.get_text_config().hidden_size
+        hidden_dim = hidden_dim or (len(saved["0.weight"]) if len(saved) > 2 else None)
+        with torch.random.fork_rng(devices=[]):  # building a trainer leaves the global random state as it was
+            torch.manual_seed(seed)
+            hidden = [nn.Linear(D, hidden_dim), nn.Tanh()] if hidden_dim else []
+            self.value_head = nn.Sequential(*hidden, nn.Linear(hidden_dim or D, 1)).to(backbone.device)
+        for parameter in self.value_head[-1].parameters():
+            nn.init.zeros_(parameter)
+        if saved:
+            self.value_head.load_state_dict(saved)
+        self.backbone = backbone
+
+    def forward(self, sequences: list[list[int]], dtype: str) -> torch.Tensor:
+        """Values [B] of B token sequences."""
+        return self.value(common.last_hidden(self.backbone, sequences, dtype))
+
+    def value(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Values [B] of hidden states [B, D]."""
+        return self.value_head(hidden.float()).squeeze(-1)
+
+
+# ------------------------------------------------------------------------------------------------ 4 buffer record
+
+
+@dataclass
+class RolloutSample:
+    """One agent's answer in one turn of one episode; the fields are filled in from top to bottom."""
+
+    agent_idx: int
+    row: int  # in the dataset
+    turn_idx: int
+    generation_idx: int
+    item: Mapping | None  # the dataset row itself, until the sample lies in the buffer
+    prompt: str
+    prompt_ids: list[int]
+    completion: str = ""  # without the stop token
+    completion_ids: list[int] = field(default_factory=list)  # as generated, a stop token included
+    finished: bool = False  # ended by a stop token, not by the length limit
+    reward: float = 0.0  # R: processed, before the KL penalty
+    critic_ids: list[int] = field(default_factory=list)  # what the critic reads
+    reference_kl: float = 0.0  # KL_t
+    old_value: float = 0.0  # C_old(t)
+    target: float = 0.0  # y_t
+    advantage: float = 0.0  # y_t - C_old(t)
+    expected_return: float = 0.0  # R summed from this turn on, undiscounted
+
+
+# ------------------------------------------------------------------------------- 5 targets, advantages and losses
+
+
+def td_targets(rewards: list[float], values: list[float], discount: float) -> tuple[list[float], list[float]]:
+    """Targets y_t and TD errors y_t - C_old(t) of one agent's T collected turns.
+
+    With discount 1, rewards [1, 2] and values [0.5, 0.25] the targets are [1.25, 2] and the TD errors [0.75, 1.75].
+    """
+    next_values = [*values[1:], 0.0]  # nothing follows the last collected turn
+    targets = [r + discount * following for r, following in zip(rewards, next_values, strict=True)]
+    return targets, [y - value for y, value in zip(targets, values, strict=True)]
+
+
+def normalize_advantages(advantages: torch.Tensor) -> torch.Tensor:
+    """(A - mean) / max(std, 1e-6) of advantages [B], with the population std; a single one is left as it is."""
+    if len(advantages) == 1:
+        return advantages
+    return (advantages - advantages.mean()) / advantages.std(correction=0).clamp(min=1e-6)
+
+
+def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """KL [B] = sum_k [log pi(a_k) - log pi_ref(a_k)] over the generated tokens of [B, K]."""
+    return torch.where(mask, logprobs - reference, 0.0).sum(-1)
+
+
+def policy_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """-log pi(a|h) * A of each sample: logprobs [B, K], 0 at padding, and advantages [B] -> [B]."""
+    return -logprobs.sum(-1) * advantages
+
+
+def value_loss(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """(C - y)^2 of each sample, [B]."""
+    return (values - targets) ** 2
+
+
+def explained_variance(values: torch.Tensor, targets: torch.Tensor) -> list[float]:
+    """[1 - Var(y - C_old) / Var(y)], or [] where the targets [B] do not vary."""
+    variance = targets.var(correction=0)
+    return [(1 - (targets - values).var(correction=0) / variance).item()] if variance > 1e-12 else []
+
+
+# ------------------------------------------------------------------------------------------------------ 6 trainer
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[str]:
+    """A new folder that takes the place of `path` once it is complete; at any moment one whole folder is there."""
+    new, old = f"{path}.new", f"{path}.old"
+    shutil.rmtree(new, ignore_errors=True)
+    os.makedirs(new)
+    yield new
+    if os.path.exists(path):
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(path, old)
+    os.rename(new, path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+class MAACTrainer:
+    """Trains N agents with one critic for all; whatever does not fit together is refused with a ValueError."""
+
+    def __init__(
+        self,
+        *,
+        agent_model: str | nn.Module | None = None,  # folder or hub name, each agent loads a copy; a model if N = 1
+        agents: Sequence[str | nn.Module] | None = None,  # instead: one for each agent
+        critic_model: str | nn.Module | None = None,  # the critic, a name or a model
+        critics: Sequence[str | nn.Module] | None = None,  # instead: a list of one
+        tokenizer: Any = None,  # one, or a list with one for each agent; by default the one of the name agent_model
+        reward_func: Callable | None = None,  # see call_reward and read_rewards
+        reward_processor: Callable[[float], float] | None = None,  # applied to every reward
+        formatters: Callable | Sequence[Callable] | None = None,  # item -> prompt, one or one for each agent
+        args: MAACConfig | None = None,
+        train_dataset: Any = None,  # dicts: a list, a Hugging Face Dataset, any iterable
+        eval_dataset: Any = None,
+        model_config: dict[str, dict] | None = None,  # the same and critic_value_head_hidden_dim
+        wandb_config: dict[str, Any] | None = None,  # arguments of wandb.init
+        metrics_callback: Callable[[list[RolloutSample]], dict[str, float]]
+        | None = None,  # an item's samples -> metrics
+        external_transition: Callable | None = None,  # the next turn's prompts, see turn_prompts
+        output_dir: str | None = None,  # a new folder, by default one in runs/
+    ) -> None:
+        self.args = args = MAACConfig() if args is None else args
+        self.reward_func, self.reward_processor = reward_func, reward_processor or float
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.metrics_callback, self.external_transition = metrics_callback, external_transition
+        self.wandb_config, self.output_dir = wandb_config, output_dir
+        N, formatters = args.num_agents, formatters or (lambda item: item["prompt"])
+        self.formatters = [formatters] * N if callable(formatters) else list(formatters)
+        if len(self.formatters) != N:
+            raise ValueError(f"formatters has {len(self.formatters)} entries, expected {N}")
+        if args.num_turns > 1 and external_transition is None:
+            raise ValueError(f"external_transition is required with num_turns={args.num_turns}")
+        functions = {f"formatters[{i}]": function for i, function in enumerate(self.formatters)}
+        functions |= {"reward_func": reward_func, "reward_processor": self.reward_processor}
+        functions |= {"metrics_callback": metrics_callback or len, "external_transition": external_transition or len}
+        for name, function in functions.items():
+            if not callable(function):
+                raise ValueError(f"{name} must be a function, got {function!r}")
+        self.load_models(agent_model, agents, critic_model, critics, tokenizer, **(model_config or {}))
+        self.generators, self.shuffle = self.new_generators(args.seed), torch.Generator().manual_seed(args.seed)
+        self.buffers: list[list[RolloutSample]] = [[] for _ in range(N)]
+        self.metrics: dict[str, list[float]] = defaultdict(list)  # values to average in the next logged row
+        self.seconds: dict[str, float] = defaultdict(float)  # spent on what since the last logged row
+        self.epoch = self.row = self.batches = self.env_step = self.logged_step = self.truncated = 0
+        self.running, self.tracker = False, None  # whether output_dir is ours to write to; the W&B run
+
+    def load_models(
+        self,
+        agent_model,
+        agents,
+        critic_model,
+        critics,
+        tokenizer,
+        model_kwargs=None,
+        critic_model_kwargs=None,
+        tokenizer_kwargs=None,
+        critic_value_head_hidden_dim=None,
+    ) -> None:
+        """Tokenizers, agents, reference models, critics and optimisers, from the constructor's arguments."""
+        args, N, C = self.args, self.args.num_agents, 1  # agent i is judged by self.critics[i % C], the only one
+        sources = common.resolve_sources("agent_model", agent_model, "agents", agents, N)
+        critic_sources = common.resolve_sources("critic_model", critic_model, "critics", critics, C)
+        self.tokenizers = common.resolve_tokenizers(tokenizer, agent_model, N, tokenizer_kwargs)
+        names = {"agent_devices": N, "critic_devices": C, "reference_devices": N}
+        groups = [(name, getattr(args, name), count) for name, count in names.items()]
+        self.agent_devices, critic_devices, reference_devices = common.place(args.parallel_training, groups)
+
+        self.agents = common.load("agents", sources, self.agent_devices, model_kwargs)
+        frozen = copy.deepcopy(sources) if args.reference_kl_enabled and args.reference_kl_coef > 0 else []
+        self.references = common.load("references", frozen, reference_devices, model_kwargs)
+        backbones = common.load("critics", critic_sources, critic_devices, critic_model_kwargs, head=False)
+        common.refuse_shared_weights(agents=self.agents, critics=backbones)
+        self.critics = [Critic(critic_sources[0], backbones[0], critic_value_head_hidden_dim, args.seed)]
+        for i, tok in enumerate(self.tokenizers):
+            common.check_vocabulary(f"agents[{i}]", self.agents[i], None, tok)
+        common.check_vocabulary("critics[0]", backbones[0], critic_sources[0], self.tokenizers[0])
+        self.stops = [common.stop_ids(*pair) for pair in zip(self.agents, self.tokenizers, strict=True)]
+        self.prompt_limits = [common.max_positions(agent) - args.max_new_tokens for agent in self.agents]
+        if min(self.prompt_limits) < 1:
+            raise ValueError(f"max_new_tokens={args.max_new_tokens} leaves a prompt no room in the models' positions")
+
+        def adamw(learning_rate: float, module: nn.Module) -> torch.optim.Optimizer:
+            parameters = [p for p in module.parameters() if p.requires_grad]
+            return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+
+        self.agent_optimizers = [adamw(args.agent_learning_rate, agent) for agent in self.agents]
+        self.critic_optimizers = [adamw(args.critic_learning_rate, critic) for critic in self.critics]
+
+    def new_generators(self, seed: int) -> list[torch.Generator]:
+        """A sampling generator for each agent."""
+        return [torch.Generator(agent.device).manual_seed(1000 * seed + i) for i, agent in enumerate(self.agents)]
+
+    # -------------------------------------------------------------------------------------------------- rollout
+
+    def turn_prompts(self, item: Mapping, turn: int, episode: list[RolloutSample], where: str) -> list[str]:
+        """The N prompts of an item's next turn, given the samples of its turns so far."""
+        agents = range(self.args.num_agents)
+        if not isinstance(item, Mapping):
+            raise ValueError(f"{where}: a dataset item must be a dict, got {item!r:.200}")
+        if turn == 0:
+            return [call_formatter(f, item, None, f"{where}, agent {i}") for i, f in enumerate(self.formatters)]
+        prompts = self.external_transition(
+            prompt=item.get("prompt", ""),
+            agent_completions=[s.completion for s in episode[-len(agents) :]],
+            num_agents=len(agents),
+            prompt_history_per_agent=[[s.prompt for s in episode if s.agent_idx == i] for i in agents],
+            response_history_per_agent=[[s.completion for s in episode if s.agent_idx == i] for i in agents],
+        )
+        texts = prompts if isinstance(prompts, list | tuple) else []
+        if len(texts) != len(agents) or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise ValueError(f"{where}: external_transition must return a string for each agent, got {prompts!r:.200}")
+        if self.args.external_prompt_passthrough:
+            return list(texts)
+        old = item.get("prompt", "")
+        items = [{**item, "_original_prompt": old, "prompt": text} for text in texts]
+        return [call_formatter(self.formatters[i], items[i], texts[i], f"{where}, agent {i}") for i in agents]
+
+    def reward(self, item: Mapping, joint: list[list[RolloutSample]], where: str) -> None:
+        """Set the rewards of G joint answers [N][G] to an item."""
+        N, G, prompts = len(joint), len(joint[0]), [own[0].prompt for own in joint]
+        raw = call_reward(self.reward_func, [[s.completion for s in own] for own in joint], prompts, item)
+        processed = [[self.reward_processor(reward) for reward in row] for row in read_rewards(raw, N, G, where)]
+        for own, row in zip(joint, read_rewards(processed, N, G, f"{where}, after reward_processor"), strict=True):
+            for s, reward in zip(own, row, strict=True):
+                s.reward = reward
+
+    def micro_batches(self, samples: list[RolloutSample]) -> list[list[RolloutSample]]:
+        """Pieces of at most micro_batch_size samples, each of which goes through a model at once."""
+        size = self.args.micro_batch_size or len(samples)
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+    def score(self, model: nn.Module, samples: list[RolloutSample]) -> tuple:
+        """logprobs [B, K] and mask [B, K] of B samples, see common.score."""
+        prompts, completions = [s.prompt_ids for s in samples], [s.completion_ids for s in samples]
+        return common.score(model, prompts, completions, self.args.temperature, self.args.dtype)[:2]
+
+    @torch.no_grad()
+    def appraise(self, samples: list[list[RolloutSample]]) -> None:
+        """Fill in critic_ids, reference_kl and old_value of samples [N][B], by the weights they were drawn with."""
+        critic, tokenizer = self.critics[0], self.tokenizers[0]
+        for joint in zip(*samples, strict=True):  # the N samples of one joint answer
+            answers = [s.completion for s in joint] if self.args.critic_type == "q" else []
+            ids = common.encode(
+                tokenizer, critic_text([s.prompt for s in joint], answers), f"row {joint[0].row}, critic"
+            )
+            ids = common.keep_end(ids, common.max_positions(critic.backbone), tokenizer)
+            for s in joint:
+                s.critic_ids = ids
+        for i, own in enumerate(samples if self.references else []):
+            for batch in self.micro_batches(own):
+                logprobs, mask = self.score(self.agents[i], batch)
+                reference = self.score(self.references[i], batch)[0].to(logprobs.device)
+                for s, kl in zip(batch, reference_kl(logprobs, reference, mask).tolist(), strict=True):
+                    s.reference_kl = kl
+        for batch in self.micro_batches(list(zip(*samples, strict=True))):
+            values = critic([joint[0].critic_ids for joint in batch], self.args.dtype)
+            for joint, value in zip(batch, values.tolist(), strict=True):
+                for s in joint:
+                    s.old_value = value
+
+    def collect(
+        self, items: list[Mapping], first_row: int, generators: list[torch.Generator], G: int, train: bool = True
+    ) -> list[list[RolloutSample]]:
+        """Play all items side by side, one batched generation per agent and turn; returns the samples of each item."""
+        args, N = self.args, self.args.num_agents
+        episodes: list[list[RolloutSample]] = [[] for _ in items]
+        active = list(range(len(items)))  # items whose episode goes on; B = len(active) * G, generations innermost
+        for turn in range(args.num_turns):
+            samples: list[list[RolloutSample]] = [[] for _ in range(N)]  # [N][B]
+            for e in active:
+                row, where = first_row + e, f"row {first_row + e}, turn {turn + 1}"
+                for i, prompt in enumerate(self.turn_prompts(items[e], turn, episodes[e], where)):
+                    ids = common.encode(self.tokenizers[i], prompt, f"{where}, agent {i}", args.chat_template)
+                    kept = common.keep_end(ids, self.prompt_limits[i], self.tokenizers[i])
+                    self.truncated += len(kept) < len(ids)
+                    samples[i] += [RolloutSample(i, row, turn, g, items[e], prompt, kept) for g in range(G)]
+            prompt_ids = [[s.prompt_ids for s in own] for own in samples]
+            sampling = (args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.dtype)
+            ids = common.generate_all(self.agents, prompt_ids, self.stops, generators, self.agent_devices, sampling)
+            for i, own in enumerate(samples):
+                for s, answer in zip(own, ids[i], strict=True):
+                    s.completion_ids, s.finished = answer, answer[-1] in self.stops[i]
+                    text_ids = answer[:-1] if s.finished else answer
+                    s.completion = self.tokenizers[i].decode(text_ids, skip_special_tokens=True)
+            for k, e in enumerate(active):
+                joint = [own[k * G : (k + 1) * G] for own in samples]  # [N][G]
+                self.reward(items[e], joint, f"row {first_row + e}, turn {turn + 1}")
+                episodes[e] += [s for own in joint for s in own]
+            if train:
+                self.appraise(samples)
+            if args.early_termination_threshold is not None:
+                mean = {e: sum(s.reward for s in episodes[e][-N * G :]) / (N * G) for e in active}
+                active = [e for e in active if mean[e] <= args.early_termination_threshold]
+            if not active:
+                break
+        for path in (
+            [s for s in e if (s.agent_idx, s.generation_idx) == (i, g)]
+            for e in episodes
+            for i in range(N)
+            for g in range(G)
+        ):
+            rewards = [s.reward - args.reference_kl_coef * s.reference_kl for s in path]
+            targets, td_errors = td_targets(rewards, [s.old_value for s in path], args.discount)
+            for t, s in enumerate(path):
+                s.target, s.advantage, s.expected_return = targets[t], td_errors[t], sum(x.reward for x in path[t:])
+        return episodes
+
+    # --------------------------------------------------------------------------------------------------- update
+
+    def update(self, i: int) -> None:
+        """Update agent i and the critic on the agent's whole buffer: turn by turn, shuffled, in mini-batches."""
+        buffer, self.buffers[i] = self.buffers[i], []
+        c = i % len(self.critics)
+        for turn in sorted({s.turn_idx for s in buffer}):
+            group = [s for s in buffer if s.turn_idx == turn]
+            advantages, old_values = torch.tensor([[s.advantage, s.old_value] for s in group]).T
+            targets = torch.tensor([s.target for s in group])
+            self.metrics[f"agent_{i}/advantage_mean"] += advantages.tolist()
+            self.metrics[f"critic_{c}/value_mean"] += old_values.tolist()
+            self.metrics[f"critic_{c}/explained_variance"] += explained_variance(old_values, targets)
+            if self.args.advantage_normalization:
+                advantages = normalize_advantages(advantages)
+            for mb_inds in torch.randperm(len(group), generator=self.shuffle).split(self.args.train_batch_size):
+                batch = [group[b] for b in mb_inds.tolist()]
+                self.actor_step(i, batch, advantages[mb_inds])
+                self.critic_step(c, batch)
+
+    def actor_step(self, i: int, samples: list[RolloutSample], advantages: torch.Tensor) -> None:
+        """One optimiser step of agent i on B samples and advantages [B]."""
+        args, agent, B = self.args, self.agents[i], len(samples)
+        for batch, A in zip(self.micro_batches(samples), advantages.split(args.micro_batch_size or B), strict=True):
+            logprobs, _ = self.score(agent, batch)
+            losses = policy_loss(logprobs, A.to(logprobs.device))
+            self.metrics[f"agent_{i}/policy_loss"] += losses.tolist()
+            loss = losses.sum() / B
+            loss.backward()
+        self.optimizer_step(f"agent_{i}/grad_norm", self.agent_optimizers[i])
+
+    def critic_step(self, c: int, samples: list[RolloutSample]) -> None:
+        """One optimiser step of critic c on B samples."""
+        for batch in self.micro_batches(samples):
+            values = self.critics[c]([s.critic_ids for s in batch], self.args.dtype)
+            losses = value_loss(values, torch.tensor([s.target for s in batch], device=values.device))
+            self.metrics[f"critic_{c}/value_loss"] += losses.tolist()
+            (self.args.value_loss_coef * losses.sum() / len(samples)).backward()
+        self.optimizer_step(f"critic_{c}/grad_norm", self.critic_optimizers[c])
+
+    def optimizer_step(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """Clip the gradient, refuse one that is not finite, step, and forget it."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(parameters, self.args.max_grad_norm or math.inf)
+        if not norm.isfinite():
+            raise FloatingPointError(f"{name} is {norm.item()}: no step was taken")
+        self.metrics[name].append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    # -------------------------------------------------------------------------------------- evaluation and logging
+
+    def add_metrics(self, metrics: dict[str, list[float]], episode: list[RolloutSample], prefix: str = "") -> None:
+        """Add what is logged of an item's samples, the user's metrics among it, to lists that will be averaged."""
+        for s in episode:
+            turn, agent = f"{prefix}turn_{s.turn_idx + 1}", f"{prefix}agent_{s.agent_idx}"
+            metrics[f"{turn}/reward_mean"].append(s.reward)
+            metrics[f"{turn}/expected_return"].append(s.expected_return)
+            metrics[f"{agent}/reward_mean"].append(s.reward)
+            metrics[f"{agent}/completion_tokens"].append(len(s.completion_ids))
+            metrics[f"{agent}/finished_fraction"].append(float(s.finished))
+            if self.references and not prefix:
+                metrics[f"{agent}/reference_kl"].append(s.reference_kl)
+        for name, value in (self.metrics_callback(episode) if self.metrics_callback else {}).items():
+            metrics[f"{prefix}{name}"].append(float(value))
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean metrics, named eval/..., of eval_num_samples items of eval_dataset with one joint answer each.
+
+        Drawn from generators of their own, seeded by env_step: evaluating never changes the training that follows.
+        """
+        args, episodes, metrics = self.args, [], defaultdict(list)
+        items = list(islice(common.iterate(self.eval_dataset), args.eval_num_samples)) if self.eval_dataset else []
+        generators = self.new_generators(args.seed + 7919 * (self.env_step + 1))
+        for start in range(0, len(items), args.eval_batch_size):
+            episodes += self.collect(items[start : start + args.eval_batch_size], start, generators, 1, train=False)
+        for number, episode in enumerate(episodes):
+            self.add_metrics(metrics, episode, "eval/")
+            for s in episode:
+                where = {"row": s.row, "turn": s.turn_idx + 1, "agent": s.agent_idx}
+                self.write(
+                    "completions.jsonl", where | {"prompt": s.prompt, "completion": s.completion, "reward": s.reward}
+                )
+                if number < 3:
+                    tqdm.write(f"  {where}: {s.prompt[-50:]!r} -> {s.completion[:50]!r}, reward {s.reward:.2f}")
+        return {name: sum(values) / len(values) for name, values in metrics.items()}
+
+    def write(self, name: str, row: dict[str, Any]) -> None:
+        """Append a row to a file of the run, if there is one."""
+        if self.running:
+            with open(os.path.join(self.output_dir, name), "a") as file:
+                file.write(json.dumps({"env_step": self.env_step} | row) + "\n")
+
+    def log(self, row: dict[str, float], train: bool) -> None:
+        """Write a row, with the means of the training metrics since the last such row if `train`, to file and W&B."""
+        if train:
+            row = row | {name: sum(values) / len(values) for name, values in self.metrics.items() if values}
+            steps, seconds = self.env_step - self.logged_step, time.perf_counter() - self.logged_at
+            row |= {f"time/{part}": spent / seconds for part, spent in self.seconds.items()}
+            row["time/env_steps_per_second"] = steps / seconds
+            self.metrics.clear(), self.seconds.clear()
+            self.logged_step, self.logged_at = self.env_step, time.perf_counter()
+        if row:
+            self.write("metrics.jsonl", row)
+        if row and self.tracker:
+            self.tracker.log(row, step=self.env_step)
+
+    # ---------------------------------------------------------------------------------- saving and the train loop
+
+    def save_model(self, path: str) -> None:
+        """Write agent_{i}/, an ordinary Hugging Face model and its tokenizer, and critic_{c}/ with the value head."""
+        with replacing(path) as folder:
+            for i, agent in enumerate(self.agents):
+                agent.save_pretrained(f"{folder}/agent_{i}")
+                self.tokenizers[i].save_pretrained(f"{folder}/agent_{i}")
+            for c, critic in enumerate(self.critics):
+                critic.backbone.save_pretrained(f"{folder}/critic_{c}")
+                save_file(critic.value_head.state_dict(), f"{folder}/critic_{c}/value_head.safetensors")
+
+    def items_wanted(self) -> int:
+        """How many items can be generated together, as the weights stay as they are: up to the next update or evaluation."""
+        args = self.args
+        missing = args.rollout_buffer_size - len(self.buffers[0])
+        wanted = [math.ceil(missing / (args.num_generations * args.num_turns)), args.rollout_batch_size or math.inf]
+        return min(wanted + ([args.eval_interval - self.batches % args.eval_interval] if args.eval_interval else []))
+
+    def train_on(self, items: list[Mapping], epoch_ends: bool) -> bool:
+        """Put the items' samples into the buffers; update on full ones, and on all where the epoch ends."""
+        args, start = self.args, time.perf_counter()
+        episodes = self.collect(items, self.row, self.generators, args.num_generations)
+        self.seconds["rollout"] += time.perf_counter() - start
+        for episode in episodes:
+            self.add_metrics(self.metrics, episode)
+            self.env_step += len(episode) // args.num_agents
+            for s in episode:
+                s.item = None
+                self.buffers[s.agent_idx].append(s)
+        self.batches += len(items)
+        self.epoch, self.row = (self.epoch + 1, 0) if epoch_ends else (self.epoch, self.row + len(items))
+        if len(self.buffers[0]) < args.rollout_buffer_size and not epoch_ends:
+            return False
+        start = time.perf_counter()
+        for i in range(args.num_agents):
+            self.update(i)
+        self.seconds["update"] += time.perf_counter() - start
+        return True
+
+    def start_run(self) -> None:
+        """Make the run's folder, a new one, and start the W&B run."""
+        args, stamp = self.args, time.strftime("%Y%m%d-%H%M%S")
+        if self.train_dataset is None:
+            raise ValueError("train_dataset is required to train")
+        name = f"maac__{args.critic_type}__{args.seed}__{stamp}-{uuid.uuid4().hex[:6]}"
+        self.output_dir = self.output_dir or os.path.join("runs", name)
+        os.makedirs(self.output_dir, exist_ok=True)
+        if os.listdir(self.output_dir):
+            raise ValueError(f"output_dir={self.output_dir!r} holds files already: name a new folder")
+        with open(os.path.join(self.output_dir, "config.json"), "w") as file:
+            json.dump(asdict(args), file, indent=2)
+        self.running = True
+        if self.wandb_config is not None:
+            import wandb  # takes a second, and few runs need it
+
+            self.tracker = wandb.init(**{"config": asdict(args), "reinit": "create_new"} | self.wandb_config)
+
+    def train(self) -> None:
+        """Pass num_train_epochs times over train_dataset; the README lists what the run leaves in output_dir."""
+        args = self.args
+        self.start_run()
+        evaluating = args.eval_interval > 0 and self.eval_dataset is not None
+        length = len(self.train_dataset) * args.num_train_epochs if hasattr(self.train_dataset, "__len__") else None
+        bar, self.logged_at = tqdm(total=length, unit="item"), time.perf_counter()
+        try:
+            if evaluating:
+                self.log(self.evaluate(), train=False)
+            while self.epoch < args.num_train_epochs:
+                rows = common.iterate(self.train_dataset, self.row)
+                item = next(rows, None)
+                if item is None:
+                    raise ValueError(f"train_dataset has no rows in epoch {self.epoch + 1}")
+                while item is not None:
+                    items = [item, *islice(rows, self.items_wanted() - 1)]
+                    item = next(rows, None)  # looking ahead tells where the epoch ends
+                    updated = self.train_on(items, epoch_ends=item is None)
+                    ended = self.epoch == args.num_train_epochs
+                    bar.update(len(items))
+                    pass
+                    due = ended or (updated and self.env_step - self.logged_step >= args.logging_steps)
+                    evaluate = evaluating and (ended or self.batches % args.eval_interval == 0)
+                    self.log(self.evaluate() if evaluate else {}, train=due)
+            self.save_model(os.path.join(self.output_dir, "model"))
+        finally:
+            bar.close()
+            if self.tracker:
+                self.tracker.finish()
+
+
+# --------------------------------------------------------------------------------------------------------- 7 main
+
+TINY_LM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tests", "tiny_lm")
+DEMO = dict(  # what suits tests/tiny_lm
+    agent_model=TINY_LM, max_new_tokens=3, agent_learning_rate=3e-4, critic_learning_rate=1e-3, max_grad_norm=None,
+    rollout_buffer_size=64, num_train_epochs=16, eval_interval=1600, eval_num_samples=128, eval_batch_size=128,
+)  # fmt: skip
+
+
+@dataclass
+class Args(MAACConfig):
+    """Multi-agent actor-critic. Without --agent-model or --agents it is the demo: two tiny models learn to sum to n."""
+
+    agent_model: str | None = None  # model folder or hub name; every agent loads its own copy
+    agents: list[str] | None = None  # instead: one for each agent
+    critic_model: str | None = None  # the same for the critic; by default agent 0's own
+    critics: list[str] | None = None  # instead: a list of one
+    task: str | None = None  # Python file with train_dataset, reward_func, ...; by default the number task
+    output_dir: str | None = None  # a new folder for the run; by default one in runs/
+    track: bool = False  # log to Weights & Biases
+    wandb_project: str = "multi-agent-actor-critic"  # its project
+    wandb_entity: str | None = None  # its entity
+
+
+def load_task(args: Args) -> dict[str, Any]:
+    """The trainer arguments that a task file defines, or those of the number task."""
+    if args.task is None:
+        data = {"train_dataset": numbers_dataset(1600, args.seed), "eval_dataset": numbers_dataset(400, args.seed + 1)}
+        functions = {"reward_func": numbers_reward, "external_transition": numbers_transition}
+        return data | functions | {"formatters": numbers_formatters(args.num_agents)}
+    sys.path.insert(0, os.path.dirname(os.path.abspath(args.task)))  # a task may import its neighbours
+    task = runpy.run_path(args.task)
+    names = "train_dataset eval_dataset formatters reward_func reward_processor external_transition metrics_callback"
+    return {name: task[name] for name in names.split() if name in task}
+
+
+def main() -> None:
+    """Train from the command line."""
+    flags = {flag.split("=")[0].replace("_", "-") for flag in sys.argv[1:]}
+    args = tyro.cli(Args, default=Args(**({} if flags & {"--agent-model", "--agents"} else DEMO)))
+    models = {name: getattr(args, name) for name in ("agent_model", "agents", "critic_model", "critics")}
+    if not (args.critic_model or args.critics):
+        models |= {"critic_model": (args.agents or [args.agent_model])[0]}
+    tokenizer = [common.AutoTokenizer.from_pretrained(name) for name in args.agents or []] or None
+    wandb_config = {"project": args.wandb_project, "entity": args.wandb_entity} if args.track else None
+    outputs = {"output_dir": args.output_dir, "wandb_config": wandb_config}
+    MAACTrainer(**models, tokenizer=tokenizer, args=args, **outputs, **load_task(args)).train()
+
+
+if __name__ == "__main__":
+    main()
