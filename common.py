@@ -35,18 +35,18 @@ def iterate(dataset: Any, start: int = 0) -> Iterator[Any]:
     return islice(iter(dataset), start, None)
 
 
-def resolve_sources(one_name: str, one: Any, many_name: str, many: Any, count: int) -> list[Any]:
-    """`count` sources (folder, hub name or model) from one for all of them or a list with one for each."""
-    if (one is None) == (many is None):
-        raise ValueError(f"give either {one_name} or {many_name}")
-    if isinstance(one, nn.Module) and count > 1:
-        raise ValueError(f"{one_name} is one model, {count} are needed: give a name, or {count} models as {many_name}")
-    sources = [one] * count if many is None else many
+def resolve_sources(given: dict[str, Any], one: str, many: str, count: int) -> list[Any]:
+    """`count` sources (folder, hub name or model): given[one] for all of them, or those of the list given[many]."""
+    if (given[one] is None) == (given[many] is None):
+        raise ValueError(f"give either {one} or {many}")
+    if isinstance(given[one], nn.Module) and count > 1:
+        raise ValueError(f"{one} is one model, {count} are needed: give a name, or {count} models as {many}")
+    sources = [given[one]] * count if given[many] is None else given[many]
     if not isinstance(sources, list | tuple) or len(sources) != count:
-        raise ValueError(f"{many_name} must be a list of {count}, got {sources!r:.200}")
+        raise ValueError(f"{many} must be a list of {count}, got {sources!r:.200}")
     for index, source in enumerate(sources):
         if not isinstance(source, str | nn.Module):
-            name = one_name if many is None else f"{many_name}[{index}]"
+            name = one if given[many] is None else f"{many}[{index}]"
             raise ValueError(f"{name} must be a folder, a hub name or a model, got {source!r:.200}")
     return list(sources)
 

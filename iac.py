@@ -135,47 +135,32 @@ class IACConfig:
 # --------------------------------------------------------------------------------------------------------- 2 task
 
 
-def numbers_dataset(rows: int, seed: int) -> list[dict]:
+def number_task(num_agents: int, seed: int) -> dict[str, Any]:
     """The built-in task: all agents are shown n, each names a number, and the numbers are to add up to n.
 
-    They cannot talk, so they must find a convention: say, agent 0 names 4 whatever n is, and agent 1 the rest.
+    They cannot talk, so they must find a convention: say, agent 0 names 4 whatever n is, and agent 1 the rest. In a
+    later turn they see what everybody said. Returns arguments of the trainer, the same that a task file defines.
     """
+
+    def first_number(text: str) -> str:
+        return (re.findall(r"\d{1,4}", text) or ["?"])[0]
+
+    def reward_func(*completions: list[str], batch_items: list[dict]) -> list[float]:  # one number per joint answer
+        answers = [[first_number(text) for text in joint] for joint in zip(*completions, strict=True)]
+        misses = [math.inf if "?" in a else abs(sum(map(int, a)) - batch_items[0]["n"]) for a in answers]
+        return [max(0.0, 1 - miss / 5) for miss in misses]
+
+    def external_transition(prompt: str, agent_completions: list[str], **others: Any) -> list[str]:
+        return [f"{prompt}, said {' '.join(map(first_number, agent_completions))}"] * num_agents
+
+    def formatter(i: int) -> Callable:  # agent 1 of 2: sum to 7, said 3 5 =
+        return lambda item: f"agent {i + 1} of {num_agents}: {item['prompt']} ="
+
     rng = random.Random(seed)
-    return [{"prompt": f"sum to {n}", "n": n} for n in (rng.randrange(10) for _ in range(rows))]
-
-
-def numbers_formatters(num_agents: int) -> list[Callable]:
-    """Each agent's prompt, such as "agent 1 of 2: sum to 7 ="."""
-    return [lambda item, i=i: f"agent {i + 1} of {num_agents}: {item['prompt']} =" for i in range(num_agents)]
-
-
-def numbers_in(texts: Sequence[str]) -> list[str]:
-    """The first number in each text, "?" where there is none."""
-    return [(re.findall(r"\d{1,4}", text) or ["?"])[0] for text in texts]
-
-
-def numbers_reward(*completions: list[str], batch_items: list[dict]) -> list[float]:
-    """max(0, 1 - |sum - n| / 5) for each joint answer; 0 where an agent names no number."""
-    answers = [numbers_in(joint) for joint in zip(*completions, strict=True)]
-    misses = [math.inf if "?" in a else abs(sum(map(int, a)) - batch_items[0]["n"]) for a in answers]
-    return [max(0.0, 1 - miss / 5) for miss in misses]
-
-
-def numbers_transition(prompt: str, agent_completions: list[str], num_agents: int, **histories: Any) -> list[str]:
-    """The next turn's prompt shows everybody's numbers: "sum to 7, said 3 5"."""
-    return [f"{prompt}, said {' '.join(numbers_in(agent_completions))}"] * num_agents
-
-
-def call_formatter(formatter: Callable, item: Mapping, external_prompt: str | None, where: str) -> str:
-    """An agent's prompt for an item; ValueError unless it is a string with something in it."""
-    options = {"external_prompts": external_prompt}
-    try:
-        prompt = formatter(item, **(options if "external_prompts" in inspect.signature(formatter).parameters else {}))
-    except KeyError as error:
-        raise ValueError(f"{where}: the formatter found no {error} in the item {item!r:.200}") from error
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f"{where}: the formatter must return a non-empty string, got {prompt!r:.200}")
-    return prompt
+    rows = [{"prompt": f"sum to {n}", "n": n} for n in (rng.randrange(10) for _ in range(2000))]
+    functions = {"reward_func": reward_func, "external_transition": external_transition}
+    formatters = [formatter(i) for i in range(num_agents)]
+    return {"train_dataset": rows[:1600], "eval_dataset": rows[1600:], "formatters": formatters, **functions}
 
 
 def call_reward(reward_func: Callable, completions: list[list[str]], prompts: list[str], item: Mapping) -> Any:
@@ -186,21 +171,21 @@ def call_reward(reward_func: Callable, completions: list[list[str]], prompts: li
     `prompts` (N strings) or `batch_items` (a list of the one item) are filled wherever they stand, as is **kwargs.
     """
     parameters = inspect.signature(reward_func).parameters
-    kinds = {p.kind for p in parameters.values()}
-    places = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    kinds = {p.kind.name for p in parameters.values()}
+    places = [p for p in parameters.values() if p.kind.name in ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")]
     named: dict[str, list] = {"prompts": list(prompts), "batch_items": [item]}
     required = sum(p.default is p.empty and p.name not in named for p in places)
     answers: list[Any] = [list(texts) for texts in completions]
-    if inspect.Parameter.VAR_POSITIONAL not in kinds and required == len(answers) + 1:
+    if "VAR_POSITIONAL" not in kinds and required == len(answers) + 1:
         answers.insert(0, list(prompts))
-    elif inspect.Parameter.VAR_POSITIONAL not in kinds and required == 1 < len(answers):
+    elif "VAR_POSITIONAL" not in kinds and required == 1 < len(answers):
         answers = [answers]
     positional = []
     for p in places:
         if p.name not in named and not answers:
             break  # this one and those after it keep their defaults or are given by name
         positional.append(named.pop(p.name) if p.name in named else answers.pop(0))
-    by_name = {name: x for name, x in named.items() if name in parameters or inspect.Parameter.VAR_KEYWORD in kinds}
+    by_name = {name: x for name, x in named.items() if name in parameters or "VAR_KEYWORD" in kinds}
     return reward_func(*positional, *answers, **by_name)
 
 
@@ -380,13 +365,13 @@ class IACTrainer:
             raise ValueError(f"formatters has {len(self.formatters)} entries, expected {N}")
         if args.num_turns > 1 and external_transition is None:
             raise ValueError(f"external_transition is required with num_turns={args.num_turns}")
-        functions = {f"formatters[{i}]": function for i, function in enumerate(self.formatters)}
-        functions |= {"reward_func": reward_func, "reward_processor": self.reward_processor}
+        functions = {"reward_func": reward_func, "reward_processor": self.reward_processor}
         functions |= {"metrics_callback": metrics_callback or len, "external_transition": external_transition or len}
-        for name, function in functions.items():
+        for name, function in {**functions, **{f"formatters[{i}]": f for i, f in enumerate(self.formatters)}}.items():
             if not callable(function):
                 raise ValueError(f"{name} must be a function, got {function!r}")
-        self.load_models(agent_model, agents, critic_model, critics, tokenizer, **(model_config or {}))
+        models = {"agent_model": agent_model, "agents": agents, "critic_model": critic_model, "critics": critics}
+        self.load_models(models, tokenizer, model_config or {})
         self.generators, self.shuffle = self.new_generators(args.seed), torch.Generator().manual_seed(args.seed)
         self.buffers: list[list[RolloutSample]] = [[] for _ in range(N)]
         self.metrics: dict[str, list[float]] = defaultdict(list)  # values to average in the next logged row
@@ -394,36 +379,33 @@ class IACTrainer:
         self.epoch = self.row = self.batches = self.env_step = self.logged_step = self.truncated = 0
         self.running, self.tracker = False, None  # whether output_dir is ours to write to; the W&B run
 
-    def load_models(
-        self,
-        agent_model,
-        agents,
-        critic_model,
-        critics,
-        tokenizer,
-        model_kwargs=None,
-        critic_model_kwargs=None,
-        tokenizer_kwargs=None,
-    ) -> None:
+    def load_models(self, models: dict[str, Any], tokenizer: Any, options: dict[str, Any]) -> None:
         """Tokenizers, agents, reference models, critics and optimisers, from the constructor's arguments."""
         args, N, separate = self.args, self.args.num_agents, self.args.use_separate_critic
-        sources = critic_sources = common.resolve_sources("agent_model", agent_model, "agents", agents, N)
-        C = 1 if isinstance(critic_model, nn.Module) else N  # agent i is judged by self.critics[i % C]
+        known = ("model_kwargs", "critic_model_kwargs", "tokenizer_kwargs")
+        if not options.keys() <= set(known):
+            raise ValueError(f"model_config has the keys {sorted(options)}, known are {known}")
+        sources = critic_sources = common.resolve_sources(models, "agent_model", "agents", N)
+        C = 1 if isinstance(models["critic_model"], nn.Module) else N  # agent i is judged by self.critics[i % C]
         if separate:
-            critic_sources = common.resolve_sources("critic_model", critic_model, "critics", critics, C)
-        elif critic_model is not None or critics is not None:
+            critic_sources = common.resolve_sources(models, "critic_model", "critics", C)
+        elif models["critic_model"] is not None or models["critics"] is not None:
             raise ValueError("critic_model and critics have no place with use_separate_critic=False")
-        self.tokenizers = common.resolve_tokenizers(tokenizer, agent_model, N, tokenizer_kwargs)
+        self.tokenizers = common.resolve_tokenizers(
+            tokenizer, models["agent_model"], N, options.get("tokenizer_kwargs")
+        )
         names = {"agent_devices": N, "critic_devices": C, "reference_devices": N}
         groups = [(name, getattr(args, name), count) for name, count in names.items()]
         self.agent_devices, critic_devices, reference_devices = common.place(args.parallel_training, groups)
 
-        self.agents = common.load("agents", sources, self.agent_devices, model_kwargs)
+        self.agents = common.load("agents", sources, self.agent_devices, options.get("model_kwargs"))
         frozen = copy.deepcopy(sources) if args.reference_kl_enabled and args.reference_kl_coef > 0 else []
-        self.references = common.load("references", frozen, reference_devices, model_kwargs)
+        self.references = common.load("references", frozen, reference_devices, options.get("model_kwargs"))
         backbones, hidden_dim = [agent.base_model for agent in self.agents], args.value_head_hidden_dim
         if separate:
-            backbones = common.load("critics", critic_sources, critic_devices, critic_model_kwargs, head=False)
+            backbones = common.load(
+                "critics", critic_sources, critic_devices, options.get("critic_model_kwargs"), False
+            )
             hidden_dim = args.critic_value_head_hidden_dim
         common.refuse_shared_weights(agents=self.agents, critics=backbones if separate else [])
         self.critics = [Critic(critic_sources[c], backbones[c], hidden_dim, args.seed + c) for c in range(C)]
@@ -455,7 +437,7 @@ class IACTrainer:
         if not isinstance(item, Mapping):
             raise ValueError(f"{where}: a dataset item must be a dict, got {item!r:.200}")
         if turn == 0:
-            return [call_formatter(f, item, None, f"{where}, agent {i}") for i, f in enumerate(self.formatters)]
+            return [self.format(i, item, None, where) for i in agents]
         prompts = self.external_transition(
             prompt=item.get("prompt", ""),
             agent_completions=[s.completion for s in episode[-len(agents) :]],
@@ -463,14 +445,25 @@ class IACTrainer:
             prompt_history_per_agent=[[s.prompt for s in episode if s.agent_idx == i] for i in agents],
             response_history_per_agent=[[s.completion for s in episode if s.agent_idx == i] for i in agents],
         )
-        texts = prompts if isinstance(prompts, list | tuple) else []
-        if len(texts) != len(agents) or not all(isinstance(text, str) and text.strip() for text in texts):
+        strings = isinstance(prompts, list | tuple) and all(isinstance(text, str) and text.strip() for text in prompts)
+        if not strings or len(prompts) != len(agents):
             raise ValueError(f"{where}: external_transition must return a string for each agent, got {prompts!r:.200}")
         if self.args.external_prompt_passthrough:
-            return list(texts)
-        old = item.get("prompt", "")
-        items = [{**item, "_original_prompt": old, "prompt": text} for text in texts]
-        return [call_formatter(self.formatters[i], items[i], texts[i], f"{where}, agent {i}") for i in agents]
+            return list(prompts)
+        items = [{**item, "_original_prompt": item.get("prompt", ""), "prompt": text} for text in prompts]
+        return [self.format(i, items[i], prompts[i], where) for i in agents]
+
+    def format(self, i: int, item: Mapping, external_prompt: str | None, where: str) -> str:
+        """Agent i's prompt for an item; a formatter that asks for external_prompts is told the transition's prompt."""
+        formatter = self.formatters[i]
+        wants_external = "external_prompts" in inspect.signature(formatter).parameters
+        try:
+            prompt = formatter(item, external_prompts=external_prompt) if wants_external else formatter(item)
+        except KeyError as error:
+            raise ValueError(f"{where}, agent {i}: the formatter found no {error} in the item {item!r:.200}") from error
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ValueError(f"{where}, agent {i}: the formatter must return a non-empty string, got {prompt!r:.200}")
+        return prompt
 
     def reward(self, item: Mapping, joint: list[list[RolloutSample]], where: str) -> None:
         """Set the rewards of G joint answers [N][G] to an item."""
@@ -487,7 +480,7 @@ class IACTrainer:
         return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     def score(self, model: nn.Module, samples: list[RolloutSample], return_hidden: bool = False) -> tuple:
-        """logprobs [B, K], mask [B, K] and hidden states [B, K + 1, D] or None of B samples, see common.score."""
+        """Get logprobs [B, K], mask [B, K] and hidden states [B, K + 1, D] or None of B samples, see common.score."""
         prompts, completions = [s.prompt_ids for s in samples], [s.completion_ids for s in samples]
         return common.score(model, prompts, completions, self.args.temperature, self.args.dtype, return_hidden)
 
@@ -533,7 +526,7 @@ class IACTrainer:
                 for i, prompt in enumerate(self.turn_prompts(items[e], turn, episodes[e], where)):
                     ids = common.encode(self.tokenizers[i], prompt, f"{where}, agent {i}", args.chat_template)
                     kept = common.keep_end(ids, self.prompt_limits[i], self.tokenizers[i])
-                    self.truncated += len(kept) < len(ids)
+                    self.truncated += train and len(kept) < len(ids)
                     samples[i] += [RolloutSample(i, row, turn, g, items[e], prompt, kept) for g in range(G)]
             prompt_ids = [[s.prompt_ids for s in own] for own in samples]
             sampling = (args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.dtype)
@@ -554,16 +547,15 @@ class IACTrainer:
                 active = [e for e in active if mean[e] <= args.early_termination_threshold]
             if not active:
                 break
-        for path in (
-            [s for s in e if (s.agent_idx, s.generation_idx) == (i, g)]
-            for e in episodes
-            for i in range(N)
-            for g in range(G)
-        ):
-            rewards = [s.reward - args.reference_kl_coef * s.reference_kl for s in path]
-            targets, td_errors = td_targets(rewards, [s.old_value for s in path], args.discount)
-            for t, s in enumerate(path):
-                s.target, s.advantage, s.expected_return = targets[t], td_errors[t], sum(x.reward for x in path[t:])
+        for episode in episodes:
+            paths = defaultdict(list)
+            for s in episode:
+                paths[s.agent_idx, s.generation_idx].append(s)
+            for path in paths.values():  # one agent's T collected turns
+                rewards = [s.reward - args.reference_kl_coef * s.reference_kl for s in path]
+                targets, td_errors = td_targets(rewards, [s.old_value for s in path], args.discount)
+                for t, s in enumerate(path):
+                    s.target, s.advantage, s.expected_return = targets[t], td_errors[t], sum(x.reward for x in path[t:])
         return episodes
 
     # --------------------------------------------------------------------------------------------------- update
@@ -595,10 +587,9 @@ class IACTrainer:
             losses = policy_loss(logprobs, A.to(logprobs.device))
             self.metrics[f"agent_{i}/policy_loss"] += losses.tolist()
             loss = losses.sum() / B
-            if not args.use_separate_critic:
-                loss = (
-                    loss + self.critic_loss(i, batch, self.shared_values(i, batch, hidden), args.value_clip_range) / B
-                )
+            if hidden is not None:
+                values = self.shared_values(i, batch, hidden)
+                loss = loss + self.critic_loss(i, batch, values, args.value_clip_range) / B
             loss.backward()
         self.optimizer_step(f"agent_{i}/grad_norm", self.agent_optimizers[i])
 
@@ -650,23 +641,21 @@ class IACTrainer:
         Drawn from generators of their own, seeded by env_step: evaluating never changes the training that follows.
         """
         args, episodes, metrics = self.args, [], defaultdict(list)
-        items = list(islice(common.iterate(self.eval_dataset), args.eval_num_samples)) if self.eval_dataset else []
+        items = list(islice(common.iterate(self.eval_dataset or []), args.eval_num_samples))
         generators = self.new_generators(args.seed + 7919 * (self.env_step + 1))
         for start in range(0, len(items), args.eval_batch_size):
             episodes += self.collect(items[start : start + args.eval_batch_size], start, generators, 1, train=False)
         for number, episode in enumerate(episodes):
             self.add_metrics(metrics, episode, "eval/")
             for s in episode:
-                where = {"row": s.row, "turn": s.turn_idx + 1, "agent": s.agent_idx}
-                self.write(
-                    "completions.jsonl", where | {"prompt": s.prompt, "completion": s.completion, "reward": s.reward}
-                )
-                if number < 3:
-                    tqdm.write(f"  {where}: {s.prompt[-50:]!r} -> {s.completion[:50]!r}, reward {s.reward:.2f}")
+                row = {"row": s.row, "turn": s.turn_idx + 1, "agent": s.agent_idx, "prompt": s.prompt}
+                self.write("completions.jsonl", row | {"completion": s.completion, "reward": s.reward})
+                if number < 3:  # a few on the console
+                    tqdm.write(f"  {s.prompt[-60:]!r} -> {s.completion[:60]!r}, reward {s.reward:.2f}")
         return {name: sum(values) / len(values) for name, values in metrics.items()}
 
     def write(self, name: str, row: dict[str, Any]) -> None:
-        """Append a row to a file of the run, if there is one."""
+        """Append a row to a file of the run, if there is a run."""
         if self.running:
             with open(os.path.join(self.output_dir, name), "a") as file:
                 file.write(json.dumps({"env_step": self.env_step} | row) + "\n")
@@ -677,13 +666,13 @@ class IACTrainer:
             row = row | {name: sum(values) / len(values) for name, values in self.metrics.items() if values}
             steps, seconds = self.env_step - self.logged_step, time.perf_counter() - self.logged_at
             row |= {f"time/{part}": spent / seconds for part, spent in self.seconds.items()}
-            row["time/env_steps_per_second"] = steps / seconds
+            row |= {"time/env_steps_per_second": steps / seconds, "truncated_prompts": self.truncated}
             self.metrics.clear(), self.seconds.clear()
             self.logged_step, self.logged_at = self.env_step, time.perf_counter()
         if row:
             self.write("metrics.jsonl", row)
-        if row and self.tracker:
-            self.tracker.log(row, step=self.env_step)
+            if self.tracker:
+                self.tracker.log(row, step=self.env_step)
 
     # ---------------------------------------------------------------------------------- saving and the train loop
 
@@ -700,10 +689,9 @@ class IACTrainer:
                 save_file(critic.value_head.state_dict(), f"{home}/value_head.safetensors")
 
     def items_wanted(self) -> int:
-        """How many items can be generated together, as the weights stay as they are: up to the next update or evaluation."""
-        args = self.args
-        missing = args.rollout_buffer_size - len(self.buffers[0])
-        wanted = [math.ceil(missing / (args.num_generations * args.num_turns)), args.rollout_batch_size or math.inf]
+        """How many items to generate together: those up to the next update or evaluation see the same weights."""
+        args, left = self.args, self.args.rollout_buffer_size - len(self.buffers[0])
+        wanted = [math.ceil(left / (args.num_generations * args.num_turns)), args.rollout_batch_size or math.inf]
         return min(wanted + ([args.eval_interval - self.batches % args.eval_interval] if args.eval_interval else []))
 
     def train_on(self, items: list[Mapping], epoch_ends: bool) -> bool:
@@ -729,11 +717,10 @@ class IACTrainer:
 
     def start_run(self) -> None:
         """Make the run's folder, a new one, and start the W&B run."""
-        args, stamp = self.args, time.strftime("%Y%m%d-%H%M%S")
+        args, stamp = self.args, f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         if self.train_dataset is None:
             raise ValueError("train_dataset is required to train")
-        name = f"iac__{args.critic_type}__{args.seed}__{stamp}-{uuid.uuid4().hex[:6]}"
-        self.output_dir = self.output_dir or os.path.join("runs", name)
+        self.output_dir = self.output_dir or os.path.join("runs", f"iac__{args.critic_type}__{args.seed}__{stamp}")
         os.makedirs(self.output_dir, exist_ok=True)
         if os.listdir(self.output_dir):
             raise ValueError(f"output_dir={self.output_dir!r} holds files already: name a new folder")
@@ -765,11 +752,10 @@ class IACTrainer:
                     item = next(rows, None)  # looking ahead tells where the epoch ends
                     updated = self.train_on(items, epoch_ends=item is None)
                     ended = self.epoch == args.num_train_epochs
-                    bar.update(len(items))
-                    pass
                     due = ended or (updated and self.env_step - self.logged_step >= args.logging_steps)
                     evaluate = evaluating and (ended or self.batches % args.eval_interval == 0)
                     self.log(self.evaluate() if evaluate else {}, train=due)
+                    bar.update(len(items))
             self.save_model(os.path.join(self.output_dir, "model"))
         finally:
             bar.close()
@@ -804,9 +790,7 @@ class Args(IACConfig):
 def load_task(args: Args) -> dict[str, Any]:
     """The trainer arguments that a task file defines, or those of the number task."""
     if args.task is None:
-        data = {"train_dataset": numbers_dataset(1600, args.seed), "eval_dataset": numbers_dataset(400, args.seed + 1)}
-        functions = {"reward_func": numbers_reward, "external_transition": numbers_transition}
-        return data | functions | {"formatters": numbers_formatters(args.num_agents)}
+        return number_task(args.num_agents, args.seed)
     sys.path.insert(0, os.path.dirname(os.path.abspath(args.task)))  # a task may import its neighbours
     task = runpy.run_path(args.task)
     names = "train_dataset eval_dataset formatters reward_func reward_processor external_transition metrics_callback"
