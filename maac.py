@@ -1,4 +1,4 @@
-"""MAAC: multi-agent actor-critic for several language models that answer together, in one file.
+r"""MAAC: multi-agent actor-critic for several language models that answer together, in one file.
 
 N agents, each a language model, read a prompt each and answer; one reward scores the joint answer. One centralised
 critic reads what all agents read, and gives all of them the same TD error, apart from their own rewards where rewards
@@ -16,7 +16,7 @@ are per agent. (In iac.py every agent has a critic of its own; `diff iac.py maac
 
 The critic reads one text, tokenized with agent 0's tokenizer (`critic_text` below); here for two agents, and with "q":
 
-    [agent 1]\\n<prompt>\\n[agent 2]\\n<prompt>\\n[answer 1]\\n<answer>\\n[answer 2]\\n<answer>
+    [agent 1]\n<prompt>\n[agent 2]\n<prompt>\n[answer 1]\n<answer>\n[answer 2]\n<answer>
 
 C_old, targets and advantages are fixed at collection. Left out on purpose: importance ratios and their clipping, GAE
 (a target looks one turn ahead), an entropy bonus, dropout. With "q" the same TD error drives the actor, without a state
@@ -45,13 +45,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
-from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
 import tyro
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import common
@@ -105,21 +104,17 @@ class MAACConfig:
         bounds |= dict.fromkeys(("temperature", "max_grad_norm"), (1e-6, math.inf))
         bounds |= {"top_p": (1e-6, 1), "discount": (0, 1), "early_termination_threshold": (-math.inf, math.inf)}
         for f in fields(MAACConfig):
-            value, kinds = getattr(self, f.name), get_args(f.type) or (f.type,)
-            if value is None and type(None) in kinds:
-                continue
+            value, kinds = getattr(self, f.name), get_args(f.type) or (f.type,)  # of a Literal: what it lists
             low, high = bounds.get(f.name, (1 if int in kinds else 0, math.inf))
-            number = isinstance(value, int if int in kinds else Real) and not isinstance(value, bool)
-            if int in kinds or float in kinds:
-                good = number and low <= value <= high and math.isfinite(value)
-                wanted = f"{'an integer' if int in kinds else 'a finite number'} from {low} to {high}"
-            elif list[str] in kinds:
-                good, wanted = isinstance(value, list | tuple | str) and len(value) > 0, "device names"
-            else:
-                good, wanted = value in kinds or (bool in kinds and isinstance(value, bool)), f"one of {kinds}"
-            if not good:
-                raise ValueError(f"{f.name}={value!r} must be {wanted}{' or None' * (type(None) in kinds)}")
-            setattr(self, f.name, float(value) if float in kinds else value)
+            if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+                value = float(value)
+            good = type(value) in kinds or value in kinds or (list[str] in kinds and isinstance(value, list | str))
+            if type(value) in (int, float):
+                good = good and low <= value <= high and math.isfinite(value)
+            if not good or value == []:
+                wanted = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
+                raise ValueError(f"{f.name}={value!r} must be {wanted}, if a number a finite one in [{low}, {high}]")
+            setattr(self, f.name, value)
         self.train_batch_size = self.train_batch_size or self.rollout_buffer_size
         if self.num_turns > 1 and self.num_generations > 1:
             raise ValueError(f"num_generations={self.num_generations} must be 1 with num_turns={self.num_turns}")
@@ -198,7 +193,7 @@ def read_rewards(raw: Any, N: int, G: int, where: str) -> list[list[float]]:
     if rewards.shape == (N,) and N not in (1, G):
         rewards = rewards[:, None]
     if rewards.shape not in ((), (G,), (N, 1), (N, G)) or not rewards.isfinite().all():
-        got = f"{len(raw)} values, {raw!r:.200}" if isinstance(raw, Sequence | torch.Tensor) else f"{raw!r:.200}"
+        got = f"{len(raw)} values, {raw!r:.200}" if isinstance(raw, Sequence | Tensor) else f"{raw!r:.200}"
         forms = f"a number, {G} numbers (one per joint answer), {N} numbers (one per agent) or {N} lists of {G} numbers"
         raise ValueError(f"{where}: expected a reward of {forms}, all finite; got {got}")
     return rewards.expand(N, G).tolist()
@@ -234,11 +229,11 @@ class Critic(nn.Module):
             self.value_head.load_state_dict(saved)
         self.backbone = backbone
 
-    def forward(self, sequences: list[list[int]], dtype: str) -> torch.Tensor:
+    def forward(self, sequences: list[list[int]], dtype: str) -> Tensor:
         """Values [B] of B token sequences."""
         return self.value(common.last_hidden(self.backbone, sequences, dtype))
 
-    def value(self, hidden: torch.Tensor) -> torch.Tensor:
+    def value(self, hidden: Tensor) -> Tensor:
         """Values [B] of hidden states [B, D]."""
         return self.value_head(hidden.float()).squeeze(-1)
 
@@ -282,29 +277,29 @@ def td_targets(rewards: list[float], values: list[float], discount: float) -> tu
     return targets, [y - value for y, value in zip(targets, values, strict=True)]
 
 
-def normalize_advantages(advantages: torch.Tensor) -> torch.Tensor:
+def normalize_advantages(advantages: Tensor) -> Tensor:
     """(A - mean) / max(std, 1e-6) of advantages [B], with the population std; a single one is left as it is."""
     if len(advantages) == 1:
         return advantages
     return (advantages - advantages.mean()) / advantages.std(correction=0).clamp(min=1e-6)
 
 
-def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def reference_kl(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
     """KL [B] = sum_k [log pi(a_k) - log pi_ref(a_k)] over the generated tokens of [B, K]."""
     return torch.where(mask, logprobs - reference, 0.0).sum(-1)
 
 
-def policy_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+def policy_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """-log pi(a|h) * A of each sample: logprobs [B, K], 0 at padding, and advantages [B] -> [B]."""
     return -logprobs.sum(-1) * advantages
 
 
-def value_loss(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def value_loss(values: Tensor, targets: Tensor) -> Tensor:
     """(C - y)^2 of each sample, [B]."""
     return (values - targets) ** 2
 
 
-def explained_variance(values: torch.Tensor, targets: torch.Tensor) -> list[float]:
+def explained_variance(values: Tensor, targets: Tensor) -> list[float]:
     """[1 - Var(y - C_old) / Var(y)], or [] where the targets [B] do not vary."""
     variance = targets.var(correction=0)
     return [(1 - (targets - values).var(correction=0) / variance).item()] if variance > 1e-12 else []
@@ -344,10 +339,9 @@ class MAACTrainer:
         args: MAACConfig | None = None,
         train_dataset: Any = None,  # dicts: a list, a Hugging Face Dataset, any iterable
         eval_dataset: Any = None,
-        model_config: dict[str, dict] | None = None,  # the same and critic_value_head_hidden_dim
+        model_config: dict[str, Any] | None = None,  # the same and critic_value_head_hidden_dim
         wandb_config: dict[str, Any] | None = None,  # arguments of wandb.init
-        metrics_callback: Callable[[list[RolloutSample]], dict[str, float]]
-        | None = None,  # an item's samples -> metrics
+        metrics_callback: Callable | None = None,  # an item's RolloutSamples -> dict of further metrics
         external_transition: Callable | None = None,  # the next turn's prompts, see turn_prompts
         output_dir: str | None = None,  # a new folder, by default one in runs/
     ) -> None:
@@ -416,41 +410,35 @@ class MAACTrainer:
         """A sampling generator for each agent."""
         return [torch.Generator(agent.device).manual_seed(1000 * seed + i) for i, agent in enumerate(self.agents)]
 
-    # -------------------------------------------------------------------------------------------------- rollout
-
     def turn_prompts(self, item: Mapping, turn: int, episode: list[RolloutSample], where: str) -> list[str]:
         """The N prompts of an item's next turn, given the samples of its turns so far."""
-        agents = range(self.args.num_agents)
+        agents, prompts = range(self.args.num_agents), []
         if not isinstance(item, Mapping):
             raise ValueError(f"{where}: a dataset item must be a dict, got {item!r:.200}")
-        if turn == 0:
-            return [self.format(i, item, None, where) for i in agents]
-        prompts = self.external_transition(
-            prompt=item.get("prompt", ""),
-            agent_completions=[s.completion for s in episode[-len(agents) :]],
-            num_agents=len(agents),
-            prompt_history_per_agent=[[s.prompt for s in episode if s.agent_idx == i] for i in agents],
-            response_history_per_agent=[[s.completion for s in episode if s.agent_idx == i] for i in agents],
-        )
-        strings = isinstance(prompts, list | tuple) and all(isinstance(text, str) and text.strip() for text in prompts)
-        if not strings or len(prompts) != len(agents):
-            raise ValueError(f"{where}: external_transition must return a string for each agent, got {prompts!r:.200}")
-        if self.args.external_prompt_passthrough:
-            return list(prompts)
-        items = [{**item, "_original_prompt": item.get("prompt", ""), "prompt": text} for text in prompts]
-        return [self.format(i, items[i], prompts[i], where) for i in agents]
-
-    def format(self, i: int, item: Mapping, external_prompt: str | None, where: str) -> str:
-        """Agent i's prompt for an item; a formatter that asks for external_prompts is told the transition's prompt."""
-        formatter = self.formatters[i]
-        wants_external = "external_prompts" in inspect.signature(formatter).parameters
-        try:
-            prompt = formatter(item, external_prompts=external_prompt) if wants_external else formatter(item)
-        except KeyError as error:
-            raise ValueError(f"{where}, agent {i}: the formatter found no {error} in the item {item!r:.200}") from error
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise ValueError(f"{where}, agent {i}: the formatter must return a non-empty string, got {prompt!r:.200}")
-        return prompt
+        external, items = [None for _ in agents], [item for _ in agents]
+        if turn > 0:
+            external = self.external_transition(
+                prompt=item.get("prompt", ""),
+                agent_completions=[s.completion for s in episode[-len(agents) :]],
+                num_agents=len(agents),
+                prompt_history_per_agent=[[s.prompt for s in episode if s.agent_idx == i] for i in agents],
+                response_history_per_agent=[[s.completion for s in episode if s.agent_idx == i] for i in agents],
+            )
+            strings = isinstance(external, list | tuple) and all(isinstance(text, str) and text for text in external)
+            if not strings or len(external) != len(agents):
+                raise ValueError(f"{where}: external_transition must return a string per agent, got {external!r:.200}")
+            if self.args.external_prompt_passthrough:
+                return list(external)
+            items = [{**item, "_original_prompt": item.get("prompt", ""), "prompt": text} for text in external]
+        for i, formatter in enumerate(self.formatters):
+            wants_external = "external_prompts" in inspect.signature(formatter).parameters
+            try:
+                prompts.append(formatter(items[i], **({"external_prompts": external[i]} if wants_external else {})))
+            except KeyError as error:
+                raise ValueError(f"{where}, agent {i}: the formatter found no {error} in {item!r:.200}") from error
+            if not isinstance(prompts[i], str) or not prompts[i].strip():
+                raise ValueError(f"{where}, agent {i}: the formatter returned {prompts[i]!r:.200}, not a prompt")
+        return prompts
 
     def reward(self, item: Mapping, joint: list[list[RolloutSample]], where: str) -> None:
         """Set the rewards of G joint answers [N][G] to an item."""
@@ -495,9 +483,7 @@ class MAACTrainer:
                 for s in joint:
                     s.old_value = value
 
-    def collect(
-        self, items: list[Mapping], first_row: int, generators: list[torch.Generator], G: int, train: bool = True
-    ) -> list[list[RolloutSample]]:
+    def collect(self, items: list, first_row: int, generators: list, G: int, train: bool = True) -> list[list]:
         """Play all items side by side, one batched generation per agent and turn; returns the samples of each item."""
         args, N = self.args, self.args.num_agents
         episodes: list[list[RolloutSample]] = [[] for _ in items]
@@ -541,8 +527,6 @@ class MAACTrainer:
                     s.target, s.advantage, s.expected_return = targets[t], td_errors[t], sum(x.reward for x in path[t:])
         return episodes
 
-    # --------------------------------------------------------------------------------------------------- update
-
     def update(self, i: int) -> None:
         """Update agent i and the critic on the agent's whole buffer: turn by turn, shuffled, in mini-batches."""
         buffer, self.buffers[i] = self.buffers[i], []
@@ -561,7 +545,7 @@ class MAACTrainer:
                 self.actor_step(i, batch, advantages[mb_inds])
                 self.critic_step(c, batch)
 
-    def actor_step(self, i: int, samples: list[RolloutSample], advantages: torch.Tensor) -> None:
+    def actor_step(self, i: int, samples: list[RolloutSample], advantages: Tensor) -> None:
         """One optimiser step of agent i on B samples and advantages [B]."""
         args, agent, B = self.args, self.agents[i], len(samples)
         for batch, A in zip(self.micro_batches(samples), advantages.split(args.micro_batch_size or B), strict=True):
@@ -590,8 +574,6 @@ class MAACTrainer:
         self.metrics[name].append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
-
-    # -------------------------------------------------------------------------------------- evaluation and logging
 
     def add_metrics(self, metrics: dict[str, list[float]], episode: list[RolloutSample], prefix: str = "") -> None:
         """Add what is logged of an item's samples, the user's metrics among it, to lists that will be averaged."""
@@ -646,8 +628,6 @@ class MAACTrainer:
             if self.tracker:
                 self.tracker.log(row, step=self.env_step)
 
-    # ---------------------------------------------------------------------------------- saving and the train loop
-
     def save_model(self, path: str) -> None:
         """Write agent_{i}/, an ordinary Hugging Face model and its tokenizer, and critic_{c}/ with the value head."""
         with replacing(path) as folder:
@@ -657,33 +637,6 @@ class MAACTrainer:
             for c, critic in enumerate(self.critics):
                 critic.backbone.save_pretrained(f"{folder}/critic_{c}")
                 save_file(critic.value_head.state_dict(), f"{folder}/critic_{c}/value_head.safetensors")
-
-    def items_wanted(self) -> int:
-        """How many items to generate together: those up to the next update or evaluation see the same weights."""
-        args, left = self.args, self.args.rollout_buffer_size - len(self.buffers[0])
-        wanted = [math.ceil(left / (args.num_generations * args.num_turns)), args.rollout_batch_size or math.inf]
-        return min(wanted + ([args.eval_interval - self.batches % args.eval_interval] if args.eval_interval else []))
-
-    def train_on(self, items: list[Mapping], epoch_ends: bool) -> bool:
-        """Put the items' samples into the buffers; update on full ones, and on all where the epoch ends."""
-        args, start = self.args, time.perf_counter()
-        episodes = self.collect(items, self.row, self.generators, args.num_generations)
-        self.seconds["rollout"] += time.perf_counter() - start
-        for episode in episodes:
-            self.add_metrics(self.metrics, episode)
-            self.env_step += len(episode) // args.num_agents
-            for s in episode:
-                s.item = None
-                self.buffers[s.agent_idx].append(s)
-        self.batches += len(items)
-        self.epoch, self.row = (self.epoch + 1, 0) if epoch_ends else (self.epoch, self.row + len(items))
-        if len(self.buffers[0]) < args.rollout_buffer_size and not epoch_ends:
-            return False
-        start = time.perf_counter()
-        for i in range(args.num_agents):
-            self.update(i)
-        self.seconds["update"] += time.perf_counter() - start
-        return True
 
     def start_run(self) -> None:
         """Make the run's folder, a new one, and start the W&B run."""
@@ -718,13 +671,38 @@ class MAACTrainer:
                 if item is None:
                     raise ValueError(f"train_dataset has no rows in epoch {self.epoch + 1}")
                 while item is not None:
-                    items = [item, *islice(rows, self.items_wanted() - 1)]
+                    # the items up to the next update or evaluation all see the same weights: generate them together
+                    missing = args.rollout_buffer_size - len(self.buffers[0])
+                    counts = [math.ceil(missing / (args.num_generations * args.num_turns)), args.rollout_batch_size]
+                    counts += [args.eval_interval - self.batches % args.eval_interval] if args.eval_interval else []
+                    items, started = [item, *islice(rows, min(filter(None, counts)) - 1)], time.perf_counter()
                     item = next(rows, None)  # looking ahead tells where the epoch ends
-                    updated = self.train_on(items, epoch_ends=item is None)
+                    episodes = self.collect(items, self.row, self.generators, args.num_generations)
+                    collected, self.batches, self.row = (
+                        time.perf_counter(),
+                        self.batches + len(items),
+                        self.row + len(items),
+                    )
+                    for episode in episodes:
+                        self.add_metrics(self.metrics, episode)
+                        self.env_step += len(episode) // args.num_agents
+                        for s in episode:
+                            s.item = None
+                            self.buffers[s.agent_idx].append(s)
+                    if item is None:
+                        self.epoch, self.row = self.epoch + 1, 0
+                    update = item is None or len(self.buffers[0]) >= args.rollout_buffer_size
+                    for i in range(args.num_agents if update else 0):
+                        self.update(i)
+                    self.seconds["rollout"] += collected - started
+                    self.seconds["update"] += time.perf_counter() - collected
                     ended = self.epoch == args.num_train_epochs
-                    due = ended or (updated and self.env_step - self.logged_step >= args.logging_steps)
+                    due = ended or (update and self.env_step - self.logged_step >= args.logging_steps)
                     evaluate = evaluating and (ended or self.batches % args.eval_interval == 0)
                     self.log(self.evaluate() if evaluate else {}, train=due)
+                    bar.set_postfix(
+                        reward=f"{sum(s.reward for e in episodes for s in e) / sum(map(len, episodes)):.2f}"
+                    )
                     bar.update(len(items))
             self.save_model(os.path.join(self.output_dir, "model"))
         finally:
