@@ -51,11 +51,15 @@ def resolve_sources(given: dict[str, Any], one: str, many: str, count: int) -> l
     return list(sources)
 
 
-def resolve_tokenizers(tokenizer: Any, agent_model: Any, count: int, options: dict | None) -> list[Any]:
+def resolve_tokenizers(tokenizer: Any, agent_model: Any, count: int, options: dict) -> list[Any]:
     """One tokenizer per agent: one for all, a list with one for each, or the one that comes with a name."""
     if tokenizer is None and not isinstance(agent_model, str):
         raise ValueError("tokenizer is required with agents or a model instance")
-    tokenizer = AutoTokenizer.from_pretrained(agent_model, **(options or {})) if tokenizer is None else tokenizer
+    tokenizer = (
+        AutoTokenizer.from_pretrained(agent_model, **options.get("tokenizer_kwargs", {}))
+        if tokenizer is None
+        else tokenizer
+    )
     tokenizers = list(tokenizer) if isinstance(tokenizer, list | tuple) else [tokenizer] * count
     if len(tokenizers) != count:
         raise ValueError(f"tokenizer has {len(tokenizers)} entries, expected {count}")
@@ -86,13 +90,15 @@ def place(parallel_training: str, groups: list[tuple[str, Any, int]]) -> list[li
     return places
 
 
-def load(kind: str, sources: list, devices: list, options: dict | None, head: bool = True) -> list[nn.Module]:
-    """The models on their devices, in eval mode, with float32 parameters; without `head` no language-model head.
+def load(kind: str, sources: list, devices: list, options: dict[str, Any]) -> list[nn.Module]:
+    """The models on their devices, in eval mode, with float32 parameters; of "critics" no language-model head.
+
+    `options` are the trainer's model_config: its model_kwargs or critic_model_kwargs go to from_pretrained.
 
     AdamW steps of the size used in RL vanish in bfloat16 weights, so training is on float32 weights, whatever type a
     checkpoint is stored in. Weights that a checkpoint lacks are an error, never silently random.
     """
-    models, logger = [], logging.getLogger("transformers.modeling_utils")
+    head, models, logger = kind != "critics", [], logging.getLogger("transformers.modeling_utils")
     for index, (model, device) in enumerate(zip(sources, devices, strict=False)):
         name, auto_class = f"{kind}[{index}]", AutoModelForCausalLM if head else AutoModel
         if isinstance(model, str):
@@ -100,7 +106,7 @@ def load(kind: str, sources: list, devices: list, options: dict | None, head: bo
                 True  # it would report that a critic has no use for lm_head; see below for what is missing
             )
             try:
-                kwargs = {"dtype": torch.float32} | (options or {})
+                kwargs = {"dtype": torch.float32} | options.get("model_kwargs" if head else "critic_model_kwargs", {})
                 model, info = auto_class.from_pretrained(model, output_loading_info=True, **kwargs)
             except (OSError, ValueError) as error:
                 raise ValueError(f"{name}={model!r} could not be loaded: {error}") from error

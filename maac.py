@@ -48,6 +48,7 @@ from itertools import islice
 from typing import Any, Literal, get_args
 
 import torch
+import transformers
 import tyro
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -144,13 +145,11 @@ def number_task(num_agents: int, seed: int) -> dict[str, Any]:
     def external_transition(prompt: str, agent_completions: list[str], **others: Any) -> list[str]:
         return [f"{prompt}, said {' '.join(map(first_number, agent_completions))}"] * num_agents
 
-    def formatter(i: int) -> Callable:  # agent 1 of 2: sum to 7, said 3 5 =
-        return lambda item: f"agent {i + 1} of {num_agents}: {item['prompt']} ="
-
+    # "agent 1 of 2: sum to 7, said 3 5 ="
+    formatters = [lambda x, i=i: f"agent {i + 1} of {num_agents}: {x['prompt']} =" for i in range(num_agents)]
     rng = random.Random(seed)
     rows = [{"prompt": f"sum to {n}", "n": n} for n in (rng.randrange(10) for _ in range(2000))]
     functions = {"reward_func": reward_func, "external_transition": external_transition}
-    formatters = [formatter(i) for i in range(num_agents)]
     return {"train_dataset": rows[:1600], "eval_dataset": rows[1600:], "formatters": formatters, **functions}
 
 
@@ -358,6 +357,9 @@ class MAACTrainer:
             raise ValueError(f"external_transition is required with num_turns={args.num_turns}")
         functions = {"reward_func": reward_func, "reward_processor": self.reward_processor}
         functions |= {"metrics_callback": metrics_callback or len, "external_transition": external_transition or len}
+        known = ("model_kwargs", "critic_model_kwargs", "tokenizer_kwargs", "critic_value_head_hidden_dim")
+        if unknown := set(model_config or {}) - set(known):
+            raise ValueError(f"model_config has unknown keys {sorted(unknown)}, known are {known}")
         for name, function in {**functions, **{f"formatters[{i}]": f for i, f in enumerate(self.formatters)}}.items():
             if not callable(function):
                 raise ValueError(f"{name} must be a function, got {function!r}")
@@ -373,24 +375,20 @@ class MAACTrainer:
     def load_models(self, models: dict[str, Any], tokenizer: Any, options: dict[str, Any]) -> None:
         """Tokenizers, agents, reference models, critics and optimisers, from the constructor's arguments."""
         args, N, C = self.args, self.args.num_agents, 1  # agent i is judged by self.critics[i % C], the only one
-        known = ("model_kwargs", "critic_model_kwargs", "tokenizer_kwargs", "critic_value_head_hidden_dim")
-        if not options.keys() <= set(known):
-            raise ValueError(f"model_config has the keys {sorted(options)}, known are {known}")
         sources = common.resolve_sources(models, "agent_model", "agents", N)
         critic_sources = common.resolve_sources(models, "critic_model", "critics", C)
-        self.tokenizers = common.resolve_tokenizers(
-            tokenizer, models["agent_model"], N, options.get("tokenizer_kwargs")
-        )
+        self.tokenizers = common.resolve_tokenizers(tokenizer, models["agent_model"], N, options)
         names = {"agent_devices": N, "critic_devices": C, "reference_devices": N}
         groups = [(name, getattr(args, name), count) for name, count in names.items()]
         self.agent_devices, critic_devices, reference_devices = common.place(args.parallel_training, groups)
 
-        self.agents = common.load("agents", sources, self.agent_devices, options.get("model_kwargs"))
+        self.agents = common.load("agents", sources, self.agent_devices, options)
         frozen = copy.deepcopy(sources) if args.reference_kl_enabled and args.reference_kl_coef > 0 else []
-        self.references = common.load("references", frozen, reference_devices, options.get("model_kwargs"))
-        backbones = common.load("critics", critic_sources, critic_devices, options.get("critic_model_kwargs"), False)
+        self.references = common.load("references", frozen, reference_devices, options)
+        backbones = common.load("critics", critic_sources, critic_devices, options)
         common.refuse_shared_weights(agents=self.agents, critics=backbones)
-        self.critics = [Critic(critic_sources[0], backbones[0], options.get("critic_value_head_hidden_dim"), args.seed)]
+        hidden_dim = options.get("critic_value_head_hidden_dim")
+        self.critics = [Critic(critic_sources[0], backbones[0], hidden_dim, args.seed)]
         for i, tok in enumerate(self.tokenizers):
             common.check_vocabulary(f"agents[{i}]", self.agents[i], None, tok)
         common.check_vocabulary("critics[0]", backbones[0], critic_sources[0], self.tokenizers[0])
@@ -678,11 +676,8 @@ class MAACTrainer:
                     items, started = [item, *islice(rows, min(filter(None, counts)) - 1)], time.perf_counter()
                     item = next(rows, None)  # looking ahead tells where the epoch ends
                     episodes = self.collect(items, self.row, self.generators, args.num_generations)
-                    collected, self.batches, self.row = (
-                        time.perf_counter(),
-                        self.batches + len(items),
-                        self.row + len(items),
-                    )
+                    collected, rewards = time.perf_counter(), [s.reward for episode in episodes for s in episode]
+                    self.batches, self.row = self.batches + len(items), self.row + len(items)
                     for episode in episodes:
                         self.add_metrics(self.metrics, episode)
                         self.env_step += len(episode) // args.num_agents
@@ -700,9 +695,7 @@ class MAACTrainer:
                     due = ended or (update and self.env_step - self.logged_step >= args.logging_steps)
                     evaluate = evaluating and (ended or self.batches % args.eval_interval == 0)
                     self.log(self.evaluate() if evaluate else {}, train=due)
-                    bar.set_postfix(
-                        reward=f"{sum(s.reward for e in episodes for s in e) / sum(map(len, episodes)):.2f}"
-                    )
+                    bar.set_postfix(reward=f"{sum(rewards) / len(rewards):.2f}")
                     bar.update(len(items))
             self.save_model(os.path.join(self.output_dir, "model"))
         finally:
@@ -747,6 +740,7 @@ def load_task(args: Args) -> dict[str, Any]:
 
 def main() -> None:
     """Train from the command line."""
+    transformers.logging.disable_progress_bar()
     flags = {flag.split("=")[0].replace("_", "-") for flag in sys.argv[1:]}
     args = tyro.cli(Args, default=Args(**({} if flags & {"--agent-model", "--agents"} else DEMO)))
     models = {name: getattr(args, name) for name in ("agent_model", "agents", "critic_model", "critics")}
