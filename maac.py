@@ -109,10 +109,12 @@ class MAACConfig:
             low, high = bounds.get(f.name, (1 if int in kinds else 0, math.inf))
             if float in kinds and isinstance(value, int) and not isinstance(value, bool):
                 value = float(value)
-            good = type(value) in kinds or value in kinds or (list[str] in kinds and isinstance(value, list | str))
+            good = (
+                type(value) in kinds or value in kinds or (list[str] in kinds and isinstance(value, list | tuple | str))
+            )
             if type(value) in (int, float):
                 good = good and low <= value <= high and math.isfinite(value)
-            if not good or value == []:
+            if not good or value in ([], (), ""):
                 wanted = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
                 raise ValueError(f"{f.name}={value!r} must be {wanted}, if a number a finite one in [{low}, {high}]")
             setattr(self, f.name, value)
@@ -189,13 +191,12 @@ def read_rewards(raw: Any, N: int, G: int, where: str) -> list[list[float]]:
         rewards = torch.as_tensor(raw, dtype=torch.float64).cpu()
     except (TypeError, ValueError, RuntimeError):  # None, text, rows of different lengths
         rewards = torch.tensor(math.nan)
-    if rewards.shape == (N,) and N not in (1, G):
-        rewards = rewards[:, None]
-    if rewards.shape not in ((), (G,), (N, 1), (N, G)) or not rewards.isfinite().all():
+    per_agent = rewards.shape == (N,) and N not in (1, G)
+    if not (per_agent or rewards.shape in ((), (G,), (N, G))) or not rewards.isfinite().all():
         got = f"{len(raw)} values, {raw!r:.200}" if isinstance(raw, Sequence | Tensor) else f"{raw!r:.200}"
         forms = f"a number, {G} numbers (one per joint answer), {N} numbers (one per agent) or {N} lists of {G} numbers"
         raise ValueError(f"{where}: expected a reward of {forms}, all finite; got {got}")
-    return rewards.expand(N, G).tolist()
+    return (rewards[:, None] if per_agent else rewards).expand(N, G).tolist()
 
 
 # ------------------------------------------------------------------------------------------------------- 3 critic
@@ -349,7 +350,7 @@ class MAACTrainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.metrics_callback, self.external_transition = metrics_callback, external_transition
         self.wandb_config, self.output_dir = wandb_config, output_dir
-        N, formatters = args.num_agents, formatters or (lambda item: item["prompt"])
+        N, formatters = args.num_agents, (lambda item: item["prompt"]) if formatters is None else formatters
         self.formatters = [formatters] * N if callable(formatters) else list(formatters)
         if len(self.formatters) != N:
             raise ValueError(f"formatters has {len(self.formatters)} entries, expected {N}")
@@ -641,6 +642,9 @@ class MAACTrainer:
         args, stamp = self.args, f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         if self.train_dataset is None:
             raise ValueError("train_dataset is required to train")
+        if hasattr(self.train_dataset, "__len__"):  # a bad row shows now, not after hours
+            for row, item in enumerate(common.iterate(self.train_dataset)):
+                self.turn_prompts(item, 0, [], f"row {row}, turn 1")
         self.output_dir = self.output_dir or os.path.join("runs", f"maac__{args.critic_type}__{args.seed}__{stamp}")
         os.makedirs(self.output_dir, exist_ok=True)
         if os.listdir(self.output_dir):
