@@ -655,7 +655,13 @@ class MAACTrainer:
         if self.wandb_config is not None:
             import wandb  # takes a second, and few runs need it
 
-            self.tracker = wandb.init(**{"config": asdict(args), "reinit": "create_new"} | self.wandb_config)
+            patience = wandb.Settings(init_timeout=20, login_timeout=5)
+            options = {"config": asdict(args), "dir": self.output_dir, "reinit": "create_new", "settings": patience}
+            try:
+                self.tracker = wandb.init(**options | self.wandb_config)
+            except wandb.errors.Error as error:  # no login, no network
+                tqdm.write(f"W&B: {error}\nThe run goes on offline.")
+                self.tracker = wandb.init(**options | self.wandb_config | {"mode": "offline"})
 
     def train(self) -> None:
         """Pass num_train_epochs times over train_dataset; the README lists what the run leaves in output_dir."""
