@@ -20,7 +20,7 @@ The critic reads one text, tokenized with agent 0's tokenizer (`critic_text` bel
 
 C_old, targets and advantages are fixed at collection. Left out on purpose: importance ratios and their clipping, GAE
 (a target looks one turn ahead), an entropy bonus, dropout. With "q" the same TD error drives the actor, without a state
-baseline: at the last turn it is r - Q(h, a), so as Q fits, the advantage shrinks to noise.
+baseline: at the last turn it is r - Q(h, a), so as Q fits, the advantage shrinks to noise. Let Q learn slowly.
 
     python maac.py                                     the demo: two tiny models name numbers that sum to n
     python maac.py --agent-model Qwen/Qwen3-0.6B --chat-template --task my_task.py
@@ -718,8 +718,8 @@ class MAACTrainer:
 
 TINY_LM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tests", "tiny_lm")
 DEMO = dict(  # what suits tests/tiny_lm
-    agent_model=TINY_LM, max_new_tokens=3, agent_learning_rate=3e-4, critic_learning_rate=1e-3, max_grad_norm=None,
-    rollout_buffer_size=64, num_train_epochs=16, eval_interval=1600, eval_num_samples=128, eval_batch_size=128,
+    agent_model=TINY_LM, max_new_tokens=3, agent_learning_rate=3e-4, critic_learning_rate=1e-4, max_grad_norm=None,
+    rollout_buffer_size=64, num_train_epochs=12, eval_interval=1600, eval_num_samples=128, eval_batch_size=128,
 )  # fmt: skip
 
 
