@@ -91,7 +91,7 @@ class MAACConfig:
     eval_num_samples: int = 4  # dataset items per evaluation
     eval_batch_size: int = 1  # dataset items generated together in evaluation
     logging_steps: int = 1  # joint answers between two logged rows, at least
-    checkpoint_interval: int = 0  # updates between checkpoints; 0 = only at the end
+    checkpoint_interval: int = 0  # updates between checkpoints; 0 = one at the end
     parallel_training: Literal["none", "mp"] = "none"  # "none": one device for all; "mp": the devices named below
     agent_devices: list[str] | None = None  # one for all agents or one for each
     critic_devices: list[str] | None = None  # one: the critic's
@@ -308,6 +308,10 @@ def explained_variance(values: Tensor, targets: Tensor) -> list[float]:
 # ------------------------------------------------------------------------------------------------------ 6 trainer
 
 
+# where a run stands: epoch and row in it, items, joint answers and updates done, env_step of the last logged row
+COUNTERS = ("epoch", "row", "batches", "env_step", "updates", "logged_step", "truncated")
+
+
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[str]:
     """A new folder that takes the place of `path` once it is complete; at any moment one whole folder is there."""
@@ -370,7 +374,8 @@ class MAACTrainer:
         self.buffers: list[list[RolloutSample]] = [[] for _ in range(N)]
         self.metrics: dict[str, list[float]] = defaultdict(list)  # values to average in the next logged row
         self.seconds: dict[str, float] = defaultdict(float)  # spent on what since the last logged row
-        self.epoch = self.row = self.batches = self.env_step = self.logged_step = self.truncated = 0
+        for counter in COUNTERS:
+            setattr(self, counter, 0)
         self.running, self.tracker = False, None  # whether output_dir is ours to write to; the W&B run
 
     def load_models(self, models: dict[str, Any], tokenizer: Any, options: dict[str, Any]) -> None:
@@ -637,20 +642,77 @@ class MAACTrainer:
                 critic.backbone.save_pretrained(f"{folder}/critic_{c}")
                 save_file(critic.value_head.state_dict(), f"{folder}/critic_{c}/value_head.safetensors")
 
-    def start_run(self) -> None:
-        """Make the run's folder, a new one, and start the W&B run."""
+    def finish_item(self, episode: list[RolloutSample], epoch_ends: bool) -> None:
+        """Put an item's samples into the buffers; update, evaluate and log where that is due."""
+        args = self.args
+        self.add_metrics(self.metrics, episode)
+        for s in episode:
+            s.item = None
+            self.buffers[s.agent_idx].append(s)
+        self.env_step += len(episode) // args.num_agents
+        self.batches, self.row = self.batches + 1, self.row + 1
+        if epoch_ends:
+            self.epoch, self.row = self.epoch + 1, 0
+        update, started = epoch_ends or len(self.buffers[0]) >= args.rollout_buffer_size, time.perf_counter()
+        if update:
+            for i in range(args.num_agents):
+                self.update(i)
+            self.updates += 1
+            self.seconds["update"] += time.perf_counter() - started
+        ended = self.epoch == args.num_train_epochs
+        evaluate = args.eval_interval and (ended or self.batches % args.eval_interval == 0)
+        due = ended or (update and self.env_step - self.logged_step >= args.logging_steps)
+        self.log(self.evaluate() if evaluate else {}, train=due)
+
+    def save_checkpoint(self, path: str) -> None:
+        """Write all that changes in training, for `train(resume_from=...)` to go on as if nothing had happened."""
+        files = [os.path.join(self.output_dir, name) for name in ("metrics.jsonl", "completions.jsonl")]
+        state = {name: getattr(self, name) for name in COUNTERS} | {
+            "modules": [x.state_dict() for x in (*self.agents, *self.critics)],
+            "optimizers": [x.state_dict() for x in (*self.agent_optimizers, *self.critic_optimizers)],
+            "generators": [x.get_state() for x in (*self.generators, self.shuffle)],
+            "buffers": [[asdict(s) for s in buffer] for buffer in self.buffers],
+            "metrics": dict(self.metrics),
+            "files": {file: os.path.getsize(file) for file in files if os.path.exists(file)},
+        }
+        with replacing(path) as folder:
+            torch.save(state, f"{folder}/state.pt")
+
+    def load_checkpoint(self, path: str) -> None:
+        """Take up the state that `save_checkpoint` wrote; what was logged after it is cut off and will come again."""
+        path = path if os.path.exists(path) else f"{path}.old"  # a kill between two renames leaves that one
+        state = torch.load(f"{path}/state.pt", map_location="cpu", weights_only=True)
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        for x, saved in zip((*self.agents, *self.critics), state["modules"], strict=True):
+            x.load_state_dict(saved)
+        for x, saved in zip((*self.agent_optimizers, *self.critic_optimizers), state["optimizers"], strict=True):
+            x.load_state_dict(saved)
+        for x, saved in zip((*self.generators, self.shuffle), state["generators"], strict=True):
+            x.set_state(saved)
+        self.buffers = [[RolloutSample(**s) for s in buffer] for buffer in state["buffers"]]
+        self.metrics.update(state["metrics"])
+        for file, size in state["files"].items():
+            os.truncate(os.path.join(self.output_dir, os.path.basename(file)), size)
+
+    def start_run(self, resume_from: str | None) -> None:
+        """Make the run's folder, a new one, or take up that of another run; start the W&B run."""
         args, stamp = self.args, f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         if self.train_dataset is None:
             raise ValueError("train_dataset is required to train")
         if hasattr(self.train_dataset, "__len__"):  # a bad row shows now, not after hours
             for row, item in enumerate(common.iterate(self.train_dataset)):
                 self.turn_prompts(item, 0, [], f"row {row}, turn 1")
-        self.output_dir = self.output_dir or os.path.join("runs", f"maac__{args.critic_type}__{args.seed}__{stamp}")
-        os.makedirs(self.output_dir, exist_ok=True)
-        if os.listdir(self.output_dir):
-            raise ValueError(f"output_dir={self.output_dir!r} holds files already: name a new folder")
-        with open(os.path.join(self.output_dir, "config.json"), "w") as file:
-            json.dump(asdict(args), file, indent=2)
+        if resume_from is not None:
+            self.output_dir = resume_from
+            self.load_checkpoint(os.path.join(resume_from, "checkpoint"))
+        else:
+            self.output_dir = self.output_dir or os.path.join("runs", f"maac__{args.critic_type}__{args.seed}__{stamp}")
+            os.makedirs(self.output_dir, exist_ok=True)
+            if os.listdir(self.output_dir):
+                raise ValueError(f"output_dir={self.output_dir!r} holds files already: name a new folder or resume it")
+            with open(os.path.join(self.output_dir, "config.json"), "w") as file:
+                json.dump(asdict(args), file, indent=2)
         self.running = True
         if self.wandb_config is not None:
             import wandb  # takes a second, and few runs need it
@@ -663,15 +725,15 @@ class MAACTrainer:
                 tqdm.write(f"W&B: {error}\nThe run goes on offline.")
                 self.tracker = wandb.init(**options | self.wandb_config | {"mode": "offline"})
 
-    def train(self) -> None:
-        """Pass num_train_epochs times over train_dataset; the README lists what the run leaves in output_dir."""
+    def train(self, resume_from: str | None = None) -> None:
+        """Pass num_train_epochs times over train_dataset, or go on with the run in the folder `resume_from`."""
         args = self.args
-        self.start_run()
-        evaluating = args.eval_interval > 0 and self.eval_dataset is not None
+        self.start_run(resume_from)
+        saved_at = self.updates
         length = len(self.train_dataset) * args.num_train_epochs if hasattr(self.train_dataset, "__len__") else None
-        bar, self.logged_at = tqdm(total=length, unit="item"), time.perf_counter()
+        bar, self.logged_at = tqdm(total=length, initial=self.batches, unit="item"), time.perf_counter()
         try:
-            if evaluating:
+            if args.eval_interval and self.batches == 0:
                 self.log(self.evaluate(), train=False)
             while self.epoch < args.num_train_epochs:
                 rows = common.iterate(self.train_dataset, self.row)
@@ -679,34 +741,22 @@ class MAACTrainer:
                 if item is None:
                     raise ValueError(f"train_dataset has no rows in epoch {self.epoch + 1}")
                 while item is not None:
-                    # the items up to the next update or evaluation all see the same weights: generate them together
+                    # the items up to the next update all see the same weights: generate them together
                     missing = args.rollout_buffer_size - len(self.buffers[0])
-                    counts = [math.ceil(missing / (args.num_generations * args.num_turns)), args.rollout_batch_size]
-                    counts += [args.eval_interval - self.batches % args.eval_interval] if args.eval_interval else []
-                    items, started = [item, *islice(rows, min(filter(None, counts)) - 1)], time.perf_counter()
+                    count = math.ceil(missing / (args.num_generations * args.num_turns))
+                    count = min(count, args.rollout_batch_size or count)
+                    items, started = [item, *islice(rows, count - 1)], time.perf_counter()
                     item = next(rows, None)  # looking ahead tells where the epoch ends
                     episodes = self.collect(items, self.row, self.generators, args.num_generations)
-                    collected, rewards = time.perf_counter(), [s.reward for episode in episodes for s in episode]
-                    self.batches, self.row = self.batches + len(items), self.row + len(items)
-                    for episode in episodes:
-                        self.add_metrics(self.metrics, episode)
-                        self.env_step += len(episode) // args.num_agents
-                        for s in episode:
-                            s.item = None
-                            self.buffers[s.agent_idx].append(s)
-                    if item is None:
-                        self.epoch, self.row = self.epoch + 1, 0
-                    update = item is None or len(self.buffers[0]) >= args.rollout_buffer_size
-                    for i in range(args.num_agents if update else 0):
-                        self.update(i)
-                    self.seconds["rollout"] += collected - started
-                    self.seconds["update"] += time.perf_counter() - collected
-                    ended = self.epoch == args.num_train_epochs
-                    due = ended or (update and self.env_step - self.logged_step >= args.logging_steps)
-                    evaluate = evaluating and (ended or self.batches % args.eval_interval == 0)
-                    self.log(self.evaluate() if evaluate else {}, train=due)
-                    bar.set_postfix(reward=f"{sum(rewards) / len(rewards):.2f}")
-                    bar.update(len(items))
+                    self.seconds["rollout"] += time.perf_counter() - started
+                    for episode in episodes:  # from here on as if each item had been generated on its own
+                        self.finish_item(episode, epoch_ends=item is None and episode is episodes[-1])
+                        bar.set_postfix(reward=f"{sum(s.reward for s in episode) / len(episode):.2f}", refresh=False)
+                        bar.update()
+                    if args.checkpoint_interval and self.updates - saved_at >= args.checkpoint_interval:
+                        saved_at = self.updates
+                        self.save_checkpoint(os.path.join(self.output_dir, "checkpoint"))
+            self.save_checkpoint(os.path.join(self.output_dir, "checkpoint"))
             self.save_model(os.path.join(self.output_dir, "model"))
         finally:
             bar.close()
@@ -733,6 +783,7 @@ class Args(MAACConfig):
     critics: list[str] | None = None  # instead: a list of one
     task: str | None = None  # Python file with train_dataset, reward_func, ...; by default the number task
     output_dir: str | None = None  # a new folder for the run; by default one in runs/
+    resume: str | None = None  # the folder of a run to go on with, given the flags it was started with
     track: bool = False  # log to Weights & Biases
     wandb_project: str = "multi-agent-actor-critic"  # its project
     wandb_entity: str | None = None  # its entity
@@ -752,14 +803,16 @@ def main() -> None:
     """Train from the command line."""
     transformers.logging.disable_progress_bar()
     flags = {flag.split("=")[0].replace("_", "-") for flag in sys.argv[1:]}
-    args = tyro.cli(Args, default=Args(**({} if flags & {"--agent-model", "--agents"} else DEMO)))
+    default = Args(**({} if flags & {"--agent-model", "--agents"} else DEMO))
+    default.train_batch_size = None  # to be derived from the buffer size of the command line
+    args = tyro.cli(Args, default=default)
     models = {name: getattr(args, name) for name in ("agent_model", "agents", "critic_model", "critics")}
     if not (args.critic_model or args.critics):
         models |= {"critic_model": (args.agents or [args.agent_model])[0]}
     tokenizer = [common.AutoTokenizer.from_pretrained(name) for name in args.agents or []] or None
     wandb_config = {"project": args.wandb_project, "entity": args.wandb_entity} if args.track else None
     outputs = {"output_dir": args.output_dir, "wandb_config": wandb_config}
-    MAACTrainer(**models, tokenizer=tokenizer, args=args, **outputs, **load_task(args)).train()
+    MAACTrainer(**models, tokenizer=tokenizer, args=args, **outputs, **load_task(args)).train(args.resume)
 
 
 if __name__ == "__main__":
