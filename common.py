@@ -73,6 +73,9 @@ def place(parallel_training: str, groups: list[tuple[str, Any, int]]) -> list[li
     groups, the only one that is named or else cuda if there is one.
     """
     groups = [(name, [devices] if isinstance(devices, str) else list(devices or ()), n) for name, devices, n in groups]
+    for name, devices, n in groups:
+        if len(devices) not in (0, 1, n):
+            raise ValueError(f"{name} has {len(devices)} entries, expected 1 or {n}")
     if parallel_training == "none":
         named = sorted({device for _, devices, _ in groups for device in devices})
         if len(named) > 1:
@@ -80,8 +83,6 @@ def place(parallel_training: str, groups: list[tuple[str, Any, int]]) -> list[li
         groups = [(name, named or ["cuda" if torch.cuda.is_available() else "cpu"], n) for name, _, n in groups]
     places: list[list[torch.device]] = []
     for name, devices, n in groups:
-        if len(devices) not in (0, 1, n):
-            raise ValueError(f"{name} has {len(devices)} entries, expected 1 or {n}")
         try:
             found = [torch.device(device) for device in devices if torch.empty(0, device=device).numel() == 0]
         except (RuntimeError, AssertionError) as error:
@@ -130,10 +131,15 @@ def refuse_shared_weights(**groups: list[nn.Module]) -> None:
                 raise ValueError(f"{owners[id(parameter)]} and {name} are the same model: load it twice")
 
 
+def find_file(source: Any, name: str) -> str | None:
+    """The path of a file in a folder or hub name, None if it is not there."""
+    lenient = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    return cached_file(source, name, **lenient) if isinstance(source, str) else None
+
+
 def saved_value_head(source: Any) -> dict[str, torch.Tensor]:
     """The tensors of value_head.safetensors in a folder or hub name, {} if there are none."""
-    lenient = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    path = cached_file(source, "value_head.safetensors", **lenient) if isinstance(source, str) else None
+    path = find_file(source, "value_head.safetensors")
     return load_file(path) if path else {}
 
 
@@ -150,11 +156,10 @@ def check_vocabulary(name: str, model: nn.Module, source: Any, tokenizer: Any) -
     rows, given = model.get_input_embeddings().weight.shape[0], tokenizer.name_or_path
     if len(tokenizer) > rows:
         raise ValueError(f"{name} embeds {rows} tokens, the tokenizer {given!r} has {len(tokenizer)}")
-    try:
-        own = AutoTokenizer.from_pretrained(source) if isinstance(source, str) and source != given else tokenizer
-    except (OSError, ValueError):
-        return  # a folder without a tokenizer, such as `save_model` writes for critics
-    if own.get_vocab() != tokenizer.get_vocab():
+    if not find_file(source, "tokenizer_config.json") or source == given:
+        return  # a model in memory, or a folder without a tokenizer, such as `save_model` writes for critics
+    own, others = AutoTokenizer.from_pretrained(source).get_vocab().items(), tokenizer.get_vocab().items()
+    if not (own <= others or others <= own):  # added tokens are no matter
         raise ValueError(f"{name} comes with the tokenizer {source!r}, but is to read the ids of {given!r}")
 
 

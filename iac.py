@@ -316,6 +316,7 @@ COUNTERS = ("epoch", "row", "batches", "env_step", "updates", "logged_step", "tr
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[str]:
     """A new folder that takes the place of `path` once it is complete; at any moment one whole folder is there."""
+    path = os.path.normpath(path)
     new, old = f"{path}.new", f"{path}.old"
     shutil.rmtree(new, ignore_errors=True)
     os.makedirs(new)
@@ -403,7 +404,7 @@ class IACTrainer:
         common.refuse_shared_weights(agents=self.agents, critics=backbones if separate else [])
         self.critics = [Critic(critic_sources[c], backbones[c], hidden_dim, args.seed + c) for c in range(C)]
         for i, tok in enumerate(self.tokenizers):
-            common.check_vocabulary(f"agents[{i}]", self.agents[i], None, tok)
+            common.check_vocabulary(f"agents[{i}]", self.agents[i], sources[i], tok)
             common.check_vocabulary(f"critics[{i % C}]", backbones[i % C], critic_sources[i % C], tok)
         self.stops = [common.stop_ids(*pair) for pair in zip(self.agents, self.tokenizers, strict=True)]
         self.prompt_limits = [common.max_positions(agent) - args.max_new_tokens for agent in self.agents]

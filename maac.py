@@ -315,6 +315,7 @@ COUNTERS = ("epoch", "row", "batches", "env_step", "updates", "logged_step", "tr
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[str]:
     """A new folder that takes the place of `path` once it is complete; at any moment one whole folder is there."""
+    path = os.path.normpath(path)
     new, old = f"{path}.new", f"{path}.old"
     shutil.rmtree(new, ignore_errors=True)
     os.makedirs(new)
@@ -396,7 +397,7 @@ class MAACTrainer:
         hidden_dim = options.get("critic_value_head_hidden_dim")
         self.critics = [Critic(critic_sources[0], backbones[0], hidden_dim, args.seed)]
         for i, tok in enumerate(self.tokenizers):
-            common.check_vocabulary(f"agents[{i}]", self.agents[i], None, tok)
+            common.check_vocabulary(f"agents[{i}]", self.agents[i], sources[i], tok)
         common.check_vocabulary("critics[0]", backbones[0], critic_sources[0], self.tokenizers[0])
         self.stops = [common.stop_ids(*pair) for pair in zip(self.agents, self.tokenizers, strict=True)]
         self.prompt_limits = [common.max_positions(agent) - args.max_new_tokens for agent in self.agents]
