@@ -261,6 +261,14 @@ def test_updates_come_by_turn_with_advantages_normalised_within_each():
     assert [s.row for batch, _ in steps[:3] for s in batch] != list(range(10))  # shuffled
 
 
+@pytest.mark.parametrize(("threshold", "turns"), [(0.49, 1), (0.5, 2), (None, 2)])
+def test_an_episode_ends_when_the_mean_reward_exceeds_the_threshold(threshold, turns):
+    args = {"num_turns": 2, "early_termination_threshold": threshold, "reference_kl_enabled": True}
+    trainer = make_trainer("iac-v", args, reward_func=lambda a, b: [0.25, 0.75])
+    episode = trainer.collect(trainer.train_dataset[:1], 0, trainer.generators, 1)[0]
+    assert len(episode) == 2 * turns and [s.reward for s in episode[:2]] == [0.25, 0.75]
+
+
 # --------------------------------------------------------------------------------------------- scoring, sampling
 
 
@@ -309,6 +317,7 @@ def test_sampling_and_scoring_follow_the_same_distribution(gpt2, temperature):
     sampling, prompt = (1, temperature, 1.0, None, "float32"), [3, 4]
     generator = torch.Generator().manual_seed(1)
     gpt2.generation_config.top_k, gpt2.generation_config.repetition_penalty = 5, 3.0  # what a checkpoint may ship
+    gpt2.generation_config.suppress_tokens = list(range(2, 150))
     drawn = [a[0] for a in common.generate(gpt2, [prompt] * 3000, {1}, generator, sampling)]
     assert gpt2.generation_config.top_k == 5 and gpt2.generation_config.repetition_penalty == 3.0
     assert torch.equal(state, torch.get_rng_state())
