@@ -1,0 +1,155 @@
+"""Tiny models, a tokenizer and trainers that the tests make for themselves: nothing is downloaded.
+
+G: GPT-2, 2 layers of width 32, learned positions (64 of them), tied embeddings.
+L: Llama, 2 layers of width 32, rotary positions, untied embeddings.
+T: byte-level BPE, about 300 tokens; a begin and an end token, no pad token, no chat template.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedTokenizerFast as FastTokenizer
+
+import iac
+import maac
+
+torch.set_num_threads(1)
+transformers.logging.disable_progress_bar()
+
+VARIANTS = ["iac-v-separate", "iac-q-separate", "iac-v-shared", "iac-q-shared", "maac-v", "maac-q"]
+BEGIN, END = 0, 1  # ids of T
+SENTENCES = [
+    "Several language models answer a prompt together, and one reward scores the joint answer.",
+    "Row 12: what does the other agent know, what did it say, and what will it say next?",
+    "A critic reads the prompt and names a value; the actor reads the same and writes a few words.",
+]
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request):
+    """All six variants, for tests that do not name their own."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """T."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = {"special_tokens": ["<begin>", "<end>"], "initial_alphabet": alphabet}
+    bpe.train_from_iterator(SENTENCES * 3, trainers.BpeTrainer(vocab_size=300, **special))
+    bpe.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", BEGIN)])
+    return FastTokenizer(tokenizer_object=bpe, bos_token="<begin>", eos_token="<end>")
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory, tokenizer):
+    """Saved models by name, each with its tokenizer: "G", "L" and "tiny_lm"."""
+    home = tmp_path_factory.mktemp("models")
+    ids = {"vocab_size": 300, "bos_token_id": BEGIN, "eos_token_id": END}
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = {
+            "G": GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, **ids)),
+            "L": LlamaForCausalLM(LlamaConfig(max_position_embeddings=256, **small, **ids)),
+        }
+    for name, model in made.items():
+        model.save_pretrained(home / name)
+        tokenizer.save_pretrained(home / name)
+    return {name: str(home / name) for name in made} | {"tiny_lm": str(ROOT / "tests" / "tiny_lm")}
+
+
+@pytest.fixture
+def gpt2(folders):
+    """A G of the test's own."""
+    return AutoModelForCausalLM.from_pretrained(folders["G"]).eval()
+
+
+@pytest.fixture
+def llama(folders):
+    """An L of the test's own."""
+    return AutoModelForCausalLM.from_pretrained(folders["L"]).eval()
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def model(request):
+    """G, then L."""
+    return request.getfixturevalue(request.param)
+
+
+def reward_by_text(*completions):
+    """A number for every joint answer, such that no two texts are worth the same."""
+    joint_answers = zip(*completions, strict=True)
+    return [sum(sum(text.encode()) * (i + 1) % 97 for i, text in enumerate(joint)) / 97 for joint in joint_answers]
+
+
+def say_more(prompt, agent_completions, num_agents, **_):
+    """The next turn's prompts show agent i what it said itself."""
+    return [f"{prompt} {text[:8]} more {i}" for i, text in zip(range(num_agents), agent_completions, strict=True)]
+
+
+@pytest.fixture(scope="session")
+def make_trainer(folders):
+    """make_trainer(variant, tmp_path, args={...}, model="L", **constructor_kwargs) -> a trainer of two agents.
+
+    Its list `samples` fills with the samples of every item as the item is finished (evaluation's too, if there is one).
+    """
+
+    def make(variant, tmp_path, args=None, model="L", **given):
+        (name, critic_type, *kind), samples = variant.split("-"), []
+        settings = {"critic_type": critic_type, "max_new_tokens": 4, "rollout_buffer_size": 4, "eval_interval": 0}
+        settings |= {"agent_learning_rate": 1e-3, "critic_learning_rate": 1e-2}
+        settings |= {"use_separate_critic": False} if kind == ["shared"] else {}
+        Config, Trainer = (iac.IACConfig, iac.IACTrainer) if name == "iac" else (maac.MAACConfig, maac.MAACTrainer)
+        arguments = {
+            "args": Config(**settings | (args or {})),
+            "reward_func": reward_by_text,
+            "external_transition": say_more,
+            "train_dataset": [{"prompt": f"Row {n} " + "and so on " * (n % 3), "n": n} for n in range(10)],
+            "metrics_callback": lambda episode: samples.extend(episode) or {},
+            "output_dir": str(tmp_path / "run"),
+        }
+        if given.get("agents") is None:
+            arguments["agent_model"] = folders[model]
+        if kind != ["shared"] and not {"critic_model", "critics"} & given.keys():
+            arguments["critic_model"] = folders[model]
+        trainer = Trainer(**arguments | given)
+        trainer.samples = samples
+        return trainer
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def rig():
+    """rig(trainer, answer): generation is replaced, agent i's answer to prompt ids is answer(i, ids, k).
+
+    k counts the earlier rows of the batch with the same prompt. The pads after an answer hold rubbish.
+    """
+
+    def replace(trainer, answer):
+        def generate_for(i):
+            def generate(input_ids, attention_mask, max_new_tokens, **_):
+                prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
+                answers = [answer(i, p, prompts[:row].count(p))[:max_new_tokens] for row, p in enumerate(prompts)]
+                width = max(map(len, answers))
+                return torch.cat([input_ids, torch.tensor([a + [77] * (width - len(a)) for a in answers])], 1)
+
+            return generate
+
+        for i, agent in enumerate(trainer.agents):
+            agent.generate = generate_for(i)
+
+    return replace
