@@ -29,7 +29,6 @@ FAULTS = {
     "A03 hidden sampling filters": ["test_faults.py::test_a03_nothing_filters_the_samples_unasked"],
     "A04 temperature": [
         "test_faults.py::test_a04_scores_are_those_of_the_distribution_that_was_sampled_from",
-        "test_faults.py::test_a04_samples_are_drawn_from_the_distribution_that_scores_them",
         "test_faults.py::test_a04_temperature_on_the_command_line",
     ],
     "A05 KL overflow": [
@@ -102,10 +101,10 @@ def answer_with(monkeypatch, ids: list[list[int]]) -> None:
     monkeypatch.setattr(common, "generate_all", lambda agents, *_: [[list(row) for row in ids] for _ in agents])
 
 
-def tildes(tokens: int, name: str = "T") -> str:
-    """A text of that many tokens with T or U, which merged no ~ with anything; T's begin token is one of them."""
-    text = "~" * (tokens - (name == "T"))
-    assert len(tokenizer(name)(text).input_ids) == tokens
+def tildes(tokens: int) -> str:
+    """A text of that many tokens with T, which has merged no ~ with anything; a begin token is one of them."""
+    text = "~" * (tokens - 1)
+    assert len(tokenizer("T")(text).input_ids) == tokens
     return text
 
 
@@ -199,7 +198,7 @@ def test_a03_nothing_filters_the_samples_unasked(file, tmp_path):
     agent = model("G", tokenizer("T"))
     with torch.no_grad():
         agent.transformer.wte.weight.mul_(1e-4)
-    agent.generation_config.update(top_k=20, top_p=0.5, do_sample=True, suppress_tokens=list(range(100)))
+    agent.generation_config.update(top_k=20, top_p=0.5, temperature=0.1, repetition_penalty=5.0, do_sample=True)
     distinct = []
     for top_k in (None, 5):
         given = {"agent_model": copy.deepcopy(agent), "tokenizer": tokenizer("T"), "reward_func": lambda a: 0.5}
@@ -229,23 +228,6 @@ def test_a04_scores_are_those_of_the_distribution_that_was_sampled_from(variant,
             z = start[i](torch.tensor([s.prompt_ids + s.completion_ids])).logits[0, len(s.prompt_ids) - 1 : -1]
             by_hand = (z / temperature).log_softmax(-1)[range(len(s.completion_ids)), s.completion_ids]
             torch.testing.assert_close(row[: len(by_hand)], by_hand, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("file", ["iac", "maac"])
-def test_a04_samples_are_drawn_from_the_distribution_that_scores_them(file, temperature, tmp_path):
-    """The mean score of 4000 one-token completions is the negative entropy of that distribution, and of no other."""
-    agent = model("G", tokenizer("T"))
-    with torch.no_grad():
-        agent.transformer.wte.weight.mul_(5.0)
-    given = {"agent_model": agent, "tokenizer": tokenizer("T"), "reward_func": lambda a: 0.5}
-    args = {"num_agents": 1, "num_generations": 4000, "max_new_tokens": 1, "temperature": temperature}
-    trainer = build(file, tmp_path, args, **given)
-    (episode,) = trainer.collect(ROWS[:1], 0, trainer.generators, 4000, train=False)
-    logprobs = (agent(torch.tensor([episode[0].prompt_ids])).logits[0, -1] / temperature).log_softmax(-1).detach()
-    drawn = logprobs[[s.completion_ids[0] for s in episode]]
-    entropy = -(logprobs.exp() * logprobs).sum()
-    assert 0.5 < entropy < 5.4 and abs(drawn.mean() + entropy) < 4 * drawn.std() / 4000**0.5
 
 
 @pytest.mark.parametrize("file", ["iac", "maac"])
@@ -421,26 +403,26 @@ def test_a10_there_is_one_begin_token_or_none(variant, name, critic_type, tmp_pa
 
 
 @pytest.mark.parametrize("critic_type", ["v", "q"])
-@pytest.mark.parametrize(("name", "tokens"), [("T", 56), ("T", 57), ("T", 64), ("T", 70), ("U", 70)])
+@pytest.mark.parametrize("tokens", [56, 57, 64, 70])
 @pytest.mark.parametrize("company", [0, 1])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a11_of_a_long_prompt_the_end_is_kept(variant, company, name, tokens, critic_type, tmp_path, recwarn):
-    """64 positions, 8 new tokens: 56 fit; of longer prompts the end stays, after the begin token if there is one, with a warning."""
-    tok, sizes = tokenizer(name), {"positions": 64}
-    given = {"agents": [model("G", tok, i, **sizes) for i in (1, 2)], "tokenizer": tok}
+def test_a11_of_a_long_prompt_the_end_is_kept(variant, company, tokens, critic_type, tmp_path, recwarn):
+    """64 positions, 8 new tokens: 56 fit; of longer prompts the end stays, after the begin token, with a warning."""
+    T, sizes = tokenizer("T"), {"positions": 64}
+    given = {"agents": [model("G", T, i, **sizes) for i in (1, 2)], "tokenizer": T}
     if variant != "iac_shared":
         given["critic_model" if variant == "maac" else "critics"] = (
-            model("G", tok, 3, **sizes) if variant == "maac" else [model("G", tok, i, **sizes) for i in (3, 4)]
+            model("G", T, 3, **sizes) if variant == "maac" else [model("G", T, i, **sizes) for i in (3, 4)]
         )
-    text = tildes(tokens, name)[:-3] + "|||"
+    text = tildes(tokens)[:-3] + "|||"
     given["train_dataset"] = [{"prompt": text}, {"prompt": "short"}][: 1 + company]
     args = {"max_new_tokens": 8, "critic_type": critic_type, "reference_kl_enabled": True}
     trainer = build(variant, tmp_path, args, **given)
     samples = collected(trainer)
     trainer.train()
-    whole = tok(text).input_ids
-    own, kept = [s for s in samples if s.row == 0], whole[-56:] if name == "U" else [0, *whole[1:][-55:]]
-    assert all(s.prompt_ids == kept for s in own)
+    whole = T(text).input_ids
+    own = [s for s in samples if s.row == 0]
+    assert all(s.prompt_ids == [0, *whole[-min(tokens - 1, 55) :]] for s in own)
     assert all(1 <= len(s.completion_ids) <= 8 for s in samples) and all(len(s.critic_ids) <= 64 for s in own)
     row = metrics(trainer)[-1]
     assert row["truncated_prompts"] == (2 if tokens > 56 else 0) and row["env_step"] == 1 + company
