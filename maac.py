@@ -45,7 +45,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 import transformers
@@ -110,7 +110,9 @@ class MAACConfig:
             if float in kinds and isinstance(value, int) and not isinstance(value, bool):
                 value = float(value)
             good = (
-                type(value) in kinds or value in kinds or (list[str] in kinds and isinstance(value, list | tuple | str))
+                type(value) in kinds
+                or (get_origin(f.type) is Literal and value in kinds)
+                or (list[str] in kinds and isinstance(value, list | tuple | str))
             )
             if type(value) in (int, float):
                 good = good and low <= value <= high and math.isfinite(value)
@@ -189,10 +191,10 @@ def read_rewards(raw: Any, N: int, G: int, where: str) -> list[list[float]]:
     """
     try:
         rewards = torch.as_tensor(raw, dtype=torch.float64).cpu()
-    except (TypeError, ValueError, RuntimeError):  # None, text, rows of different lengths
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # None, text, rows of different lengths
         rewards = torch.tensor(math.nan)
     per_agent = rewards.shape == (N,) and N not in (1, G)
-    if not (per_agent or rewards.shape in ((), (G,), (N, G))) or not rewards.isfinite().all():
+    if not (per_agent or rewards.shape in ((), (G,), (N, G))) or not rewards.float().isfinite().all():
         got = f"{len(raw)} values, {raw!r:.200}" if isinstance(raw, Sequence | Tensor) else f"{raw!r:.200}"
         forms = f"a number, {G} numbers (one per joint answer), {N} numbers (one per agent) or {N} lists of {G} numbers"
         raise ValueError(f"{where}: expected a reward of {forms}, all finite; got {got}")
@@ -351,6 +353,8 @@ class MAACTrainer:
         output_dir: str | None = None,  # a new folder, by default one in runs/
     ) -> None:
         self.args = args = MAACConfig() if args is None else args
+        if not isinstance(args, MAACConfig):
+            raise ValueError(f"args must be a MAACConfig, got {args!r:.200}")
         self.reward_func, self.reward_processor = reward_func, reward_processor or float
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.metrics_callback, self.external_transition = metrics_callback, external_transition

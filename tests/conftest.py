@@ -57,7 +57,7 @@ def tokenizer():
 def folders(tmp_path_factory, tokenizer):
     """Saved models by name, each with its tokenizer: "G", "L" and "tiny_lm"."""
     home = tmp_path_factory.mktemp("models")
-    ids = {"vocab_size": 300, "bos_token_id": BEGIN, "eos_token_id": END}
+    ids = {"vocab_size": 300, "bos_token_id": BEGIN, "eos_token_id": END, "initializer_range": 0.1}
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     with torch.random.fork_rng():
         torch.manual_seed(0)

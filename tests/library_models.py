@@ -87,6 +87,7 @@ def build(variant: str, output_dir, args: dict | None = None, **given):
     module = MODULES[variant]
     settings = dict(rollout_buffer_size=4, max_new_tokens=4, agent_learning_rate=1e-3, critic_learning_rate=1e-2)
     settings |= {"use_separate_critic": False} if variant == "iac_shared" else {}
+    settings |= {"agent_devices": ["cpu"]} if torch.cuda.is_available() else {}  # unless the test names others
     defaults = dict(reward_func=reward_length, train_dataset=ROWS, output_dir=output_dir and str(output_dir))
     if given.get("agents") is None:
         defaults["agent_model"] = folder("G", "T")

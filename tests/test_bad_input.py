@@ -197,3 +197,24 @@ def test_empty_completion_reaches_the_reward_as_an_empty_string(tmp_path):
     rig(trainer, lambda i, prompt: [1])
     trainer.train()
     assert seen and all(a == [""] for a in seen)
+
+
+@pytest.mark.parametrize(("file", "other"), [(iac, maac.MAACConfig()), (maac, iac.IACConfig()), (iac, {}), (maac, {})])
+def test_arguments_of_the_other_algorithm_are_refused(file, other):
+    trainer = file.IACTrainer if file is iac else file.MAACTrainer
+    with pytest.raises(ValueError, match="args must be"):
+        trainer(agent_model=TINY, critic_model=TINY, reward_func=lambda a, b: [0.5], args=other)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_type_is_no_value(config):
+    for name, value in (("num_agents", int), ("advantage_normalization", bool), ("temperature", float)):
+        with pytest.raises(ValueError, match=name):
+            config(**{name: value})
+
+
+@pytest.mark.parametrize("file", [iac, maac])
+@pytest.mark.parametrize("raw", [[0.5, 1e39], 10**400])
+def test_a_reward_beyond_float32_is_refused_before_any_agent_trains(file, raw):
+    with pytest.raises(ValueError, match="row 7"):
+        file.read_rewards(raw, 2, 1, "row 7")

@@ -300,13 +300,15 @@ def test_transition_gets_five_arguments_that_are_copies(variant, passthrough, tm
 
     args = {"num_turns": 3, "external_prompt_passthrough": passthrough}
     given = {"external_transition": destructive, "train_dataset": ROWS[:1], "args": args}
+    given["formatters"] = [lambda x, i=i: f"{i}: {x['prompt']}" for i in (0, 1)]
     _, samples = play(variant, tmp_path / "run", monkeypatch, **given)
-    a, b = answer(0, 0), answer(1, 0)
+    a, b, mark = answer(0, 0), answer(1, 0), ["", ""] if passthrough else ["0: ", "1: "]
+    prompts = [[f"{i}: name 0", f"{mark[i]}name 0 after 1"] for i in (0, 1)]
     assert calls == [
-        ["name 0", [a, b], 2, [["name 0"]] * 2, [[a], [b]]],
-        ["name 0", [a, b], 2, [["name 0", "name 0 after 1"]] * 2, [[a, a], [b, b]]],
+        ["name 0", [a, b], 2, [prompts[0][:1], prompts[1][:1]], [[a], [b]]],
+        ["name 0", [a, b], 2, prompts, [[a, a], [b, b]]],
     ]
-    assert prompts_of(samples, 2, 1) == ["name 0 after 2"]
+    assert prompts_of(samples, 2, 1) == [f"{mark[1]}name 0 after 2"]
     assert [s.completion for s in samples] == [a, b] * 3
 
 

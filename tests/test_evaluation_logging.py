@@ -392,6 +392,14 @@ def test_two_trainings_in_one_process_are_two_runs_also_after_an_exception(varia
     assert wandb.run is None
 
 
+def test_a_wandb_run_of_the_users_own_is_left_alone(tmp_path, spied):
+    own = wandb.init(mode="offline", dir=str(tmp_path))
+    build("iac", tmp_path / "run", wandb_config={"mode": "offline"}).train()
+    mine, trained = spied
+    assert trained["run"].id != own.id and (mine["finished"], trained["finished"]) == (0, 1) and mine["rows"] == []
+    own.finish()
+
+
 def test_logging_to_wandb_does_not_change_the_training(tmp_path):
     """A18."""
     plain = build("maac", tmp_path / "plain")

@@ -139,7 +139,7 @@ def test_none_is_for_one_device_that_may_be_named(variant, given, tmp_path, move
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_without_names_everything_is_on_the_gpu_or_else_the_cpu(variant, tmp_path, moves):
-    build(variant, tmp_path, {"reference_kl_enabled": True})
+    build(variant, tmp_path, {"reference_kl_enabled": True, "agent_devices": None})
     assert {device for name, device in moves if name.startswith("GPT2")} == {"cuda" if GPUS else "cpu"}
 
 

@@ -124,8 +124,8 @@ def eight():
     """A GPT-2 of 8 tokens with plain preferences, and a generation config that would change all of them."""
     with torch.random.fork_rng():
         torch.manual_seed(2)
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_layer=2, n_embd=32, n_head=2, n_positions=64)).eval()
-    model.lm_head.weight.data *= 8
+        sizes = {"vocab_size": 8, "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64}
+        model = GPT2LMHeadModel(GPT2Config(initializer_range=0.2, **sizes)).eval()
     shipped = {"top_k": 2, "top_p": 0.3, "temperature": 0.1, "repetition_penalty": 5.0, "no_repeat_ngram_size": 1}
     shipped |= {"suppress_tokens": [3], "forced_eos_token_id": 4, "eos_token_id": 6, "min_new_tokens": 1}
     model.generation_config.update(**shipped)
@@ -142,8 +142,9 @@ def test_sampled_frequencies(eight, temperature):
     with torch.no_grad():
         first = (logits_of(eight, prompt)[-1] / temperature).softmax(-1)
         second = torch.stack([logits_of(eight, [*prompt, token])[-1] for token in range(8)]) / temperature
+        padded = (logits_of(eight, [0, 0, 0, *prompt])[-1] / temperature).softmax(-1)
     expected = draws * first[:, None] * second.softmax(-1)
-    assert expected.max() > 3 * expected.mean()  # there is something to get wrong
+    assert expected.max() > 3 * expected.mean() and (first - padded).abs().sum() > 0.5  # much can go wrong
     often = expected >= 5
     cells = torch.stack([counts[often], expected[often]])
     rest = torch.stack([counts[~often].sum(), expected[~often].sum()])
@@ -202,22 +203,38 @@ def test_every_stop_id_ends_an_answer(eight, gpt2, tokenizer):
     assert {len(answer) for answer in answers} == {1, 2, 3, 4, 5, 6}
     assert not any({2, 5} & set(answer[:-1]) for answer in answers)
     assert all(len(a) == 6 for a in common.generate(eight, [[3, 4]] * 50, set(), generator(), sampling(6)))
+    passes, hook = [], eight.register_forward_hook(lambda *_: passes.append(1))
+    common.generate(eight, [[3, 4]] * 50, set(range(8)), generator(), sampling(6))
+    hook.remove()
+    assert len(passes) == 1  # no pass once all have ended
     for given, stops in (([5, 7], {1, 5, 7}), (9, {1, 9}), (None, {1})):  # the tokenizer's own end token is 1
         gpt2.generation_config.eos_token_id = given
         assert common.stop_ids(gpt2, tokenizer) == stops
 
 
-def test_a_stop_token_is_scored_but_not_shown(variant, make_trainer, rig, tmp_path):
-    trainer = make_trainer(variant, tmp_path)
-    rig(trainer, lambda i, prompt, k: [[70, 71, 1], [70, 71, 72, 73, 74], [1]][sum(prompt) % 3])
+def test_a_stop_token_is_kept_but_not_shown(variant, llama, tokenizer, make_trainer, rig, tmp_path):
+    """Of the two stop ids 1 and 99 the second is an ordinary token; an answer may also end with the last token."""
+    llama.generation_config.eos_token_id = [1, 99]
+    trainer = make_trainer(variant, tmp_path, agents=[llama, copy.deepcopy(llama)], tokenizer=tokenizer)
+    answers = [[70, 71, 1], [70, 71, 72, 73, 74], [1], [70, 71, 72, 99], [70, 99]]
+    rig(trainer, lambda i, prompt, k: answers[sum(prompt) % 5])
     trainer.train()
     kinds = {(tuple(s.completion_ids), s.completion, s.finished) for s in trainer.samples}
-    decode = trainer.tokenizers[0].decode
     assert kinds == {
-        ((70, 71, 1), decode([70, 71]), True),
-        ((70, 71, 72, 73), decode([70, 71, 72, 73]), False),
+        ((70, 71, 1), tokenizer.decode([70, 71]), True),
+        ((70, 71, 72, 73), tokenizer.decode([70, 71, 72, 73]), False),
         ((1,), "", True),
+        ((70, 71, 72, 99), tokenizer.decode([70, 71, 72]), True),
+        ((70, 99), tokenizer.decode([70]), True),
     }
+
+
+def test_agents_draw_independently(variant, make_trainer, tmp_path):
+    """Two copies of one model with one prompt: neither the agents nor the rows of a batch answer alike."""
+    args = {"rollout_buffer_size": 99, "max_new_tokens": 3}
+    trainer = make_trainer(variant, tmp_path, args, train_dataset=[{"prompt": "same"}] * 20)
+    trainer.train()
+    assert len({tuple(s.completion_ids) for s in trainer.samples}) > 36
 
 
 # ------------------------------------------------------------------------------------------------ critic and KL

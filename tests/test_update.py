@@ -14,8 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-SEPARATE = ["iac-v-separate", "iac-q-separate", "maac-v", "maac-q"]
-SHARED = ["iac-v-shared", "iac-q-shared"]
 EVERYTHING = 99  # a buffer that only the end of the epoch empties
 approx = pytest.approx
 
@@ -227,6 +225,23 @@ def test_gradients_are_clipped_per_model(variant, make_trainer, rig, tmp_path):
     assert (free > 0.1).all() and torch.allclose(clipped, torch.full_like(clipped, 0.1), rtol=1e-3)
 
 
+def test_optimizers_hold_what_trains_at_its_learning_rate(variant, make_trainer, tmp_path):
+    trainer = make_trainer(variant, tmp_path, {"agent_learning_rate": 1e-3, "critic_learning_rate": 1e-2})
+    shared, found = "shared" in variant, optimizers(trainer)
+    assert len(found) == {"iac-v-shared": 2, "iac-q-shared": 2, "maac-v": 3, "maac-q": 3}.get(variant, 4)
+    for name, optimizer in found.items():
+        part, index = name.split()
+        models = {"agent": trainer.agents, "critic": trainer.critics}[part]
+        modules = [models[int(index)], *([trainer.critics[int(index)].value_head] if shared else [])]
+        held = {id(p) for p in parameters_of(optimizer)}
+        assert held == {id(p) for module in modules for p in module.parameters()}
+        assert type(optimizer) is torch.optim.AdamW and all(p.dtype == torch.float32 for p in parameters_of(optimizer))
+        rates = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+        assert rates == [(1e-3 if part == "agent" else 1e-2, 0.0)]
+    backbones = [*trainer.agents, *(critic.backbone for critic in trainer.critics)]
+    assert not any(module.training for backbone in backbones for module in backbone.modules())  # no dropout
+
+
 # -------------------------------------------------------------------------------------------------- the order
 
 
@@ -314,7 +329,7 @@ def test_leftovers_are_trained_on_at_the_end_of_an_epoch(variant, rows, buffer, 
 
 
 @pytest.mark.parametrize("kl", [False, True])
-@pytest.mark.parametrize("variant", SHARED)
+@pytest.mark.parametrize("variant", ["iac-v-shared", "iac-q-shared"])
 def test_a_shared_backbone_runs_once_for_scores_and_values(variant, kl, make_trainer, rig, tmp_path):
     trainer = make_trainer(variant, tmp_path, {"train_batch_size": 2, "reference_kl_enabled": kl})
     rig(trainer, answer)
@@ -345,22 +360,33 @@ def test_identical_prompts_are_valued_once(variant, make_trainer, rig, tmp_path)
     assert len({round(s.old_value, 6) for s in trainer.samples if s.agent_idx == 0}) == len(texts)
 
 
-@pytest.mark.parametrize(("enabled", "coef", "count"), [(False, 0.1, 2), (True, 0.0, 2), (True, 0.1, 4)])
-@pytest.mark.parametrize("as_models", [False, True])
-def test_reference_models_are_loaded_only_if_they_count(
-    variant, enabled, coef, count, as_models, make_trainer, folders, tokenizer, tmp_path
-):
-    def load():
-        return AutoModelForCausalLM.from_pretrained(folders["L"])
+REFERENCES = pytest.mark.parametrize(("enabled", "coef", "count"), [(False, 0.1, 0), (True, 0.0, 0), (True, 0.1, 2)])
 
+
+@REFERENCES
+def test_reference_models_are_loaded_only_if_they_count(
+    variant, enabled, coef, count, make_trainer, tmp_path, monkeypatch
+):
+    loaded, load = [], AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loaded.append(a) or load(*a, **k))
+    trainer = make_trainer(variant, tmp_path, {"reference_kl_enabled": enabled, "reference_kl_coef": coef})
+    assert len(loaded) == 2 + count and len(trainer.references) == count
+
+
+@REFERENCES
+@pytest.mark.parametrize("variant", ["iac-v-shared", "maac-v"])
+def test_reference_models_are_copied_only_if_they_count(
+    variant, enabled, coef, count, make_trainer, folders, tokenizer, tmp_path
+):
     def language_models():
         gc.collect()
         return sum(issubclass(type(x), PreTrainedModel) and hasattr(x, "lm_head") for x in gc.get_objects())
 
-    before = language_models()
-    given = {"agents": [load(), load()], "tokenizer": tokenizer} if as_models else {}
-    trainer = make_trainer(variant, tmp_path, {"reference_kl_enabled": enabled, "reference_kl_coef": coef}, **given)
-    assert language_models() - before == count == len(trainer.agents) + len(trainer.references)
+    agents = [AutoModelForCausalLM.from_pretrained(folders["L"]) for _ in range(2)]
+    before, args = language_models(), {"reference_kl_enabled": enabled, "reference_kl_coef": coef}
+    trainer = make_trainer(variant, tmp_path, args, agents=agents, tokenizer=tokenizer)
+    assert language_models() - before == count == len(trainer.references)
+    assert [*map(id, trainer.agents)] == [*map(id, agents)]
 
 
 # ----------------------------------------------------------------------------------------------------- rewards
@@ -390,9 +416,9 @@ def test_answers_of_one_generation_meet_in_the_reward(variant, make_trainer, rig
     joint = {}
 
     def reward(a, b, batch_items):
-        rewards = [1000 * batch_items[0]["n"] + 10 * k + len(x) + len(y) / 100 for k, (x, y) in enumerate(zip(a, b))]  # noqa: B905
-        joint.update({(batch_items[0]["n"], k): (x, y, r) for k, (x, y, r) in enumerate(zip(a, b, rewards))})  # noqa: B905
-        return rewards
+        n = batch_items[0]["n"]
+        joint.update({(n, k): (a[k], b[k], 1000 * n + 10 * k + len(a[k]) + len(b[k]) / 100) for k in range(3)})
+        return [joint[n, k][2] for k in range(3)]
 
     trainer = make_trainer(variant, tmp_path, {"num_generations": 3}, reward_func=reward)
     rig(trainer, answer)
@@ -401,3 +427,12 @@ def test_answers_of_one_generation_meet_in_the_reward(variant, make_trainer, rig
     for s in trainer.samples:
         own = joint[s.row, s.generation_idx]
         assert (s.completion, s.reward) == (own[s.agent_idx], approx(own[2]))
+
+
+def test_the_callback_sees_every_sample_with_its_row(variant, make_trainer, rig, tmp_path):
+    seen, rows = [], [{"prompt": f"Row {n}"} for n in range(6)]
+    callback = lambda episode: seen.append([(s.row, s.agent_idx, s.item) for s in episode]) or {}  # noqa: E731
+    trainer = make_trainer(variant, tmp_path, train_dataset=rows, metrics_callback=callback)
+    rig(trainer, answer)
+    trainer.train()
+    assert seen == [[(n, i, rows[n]) for i in (0, 1)] for n in range(6)]

@@ -1,0 +1,70 @@
+"""The README says what is so: its files and flags exist, and its metrics are those that are logged."""
+
+import re
+import shlex
+
+import pytest
+import tyro
+from conftest import ROOT
+from library_models import VARIANTS, build, metrics
+
+import iac
+import maac
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^    (\S.*)$", README, re.M)
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("file", [iac, maac])
+def test_every_flag_exists(file):
+    """In the twin that a command is for; elsewhere in the text in one of the two."""
+    mine = [command for command in COMMANDS if f"python {file.__name__}.py" in command]
+    assert len(mine) >= 3
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README if file is iac else "\n".join(mine))) - {"--help"}:
+        name = flag[2:].removeprefix("no-").replace("-", "_")
+        assert name in file.Args.__dataclass_fields__, flag
+
+
+def test_one_line_sets_up_and_trains_and_one_sets_up_and_tests():
+    setups = [command for command in COMMANDS if "venv" in command]
+    assert len(setups) == 2
+    for command, end in zip(setups, (["iac.py"], ["-m", "pytest", "-q", "tests"]), strict=True):
+        install = command.split("&&")[1]
+        assert all((ROOT / name).is_file() for name in re.findall(r"-r (\S+)", install))
+        assert shlex.split(command.split("&&")[2])[1:] == end
+    assert "tests/requirements.txt" in setups[1] and "-r requirements.txt" in setups[1]
+
+
+def test_files_named_in_it_exist():
+    for name in re.findall(r"`((?:tests/)?[\w/]+(?:\.py|\.txt|/)?)`", README):
+        if name.startswith("tests/") or (name.endswith((".py", ".txt")) and name != "my_task.py"):
+            assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_metric_of_the_table_is_logged(variant, tmp_path):
+    """That all logged ones are in the table is held by test_cli.py."""
+    table = README[README.index("| metric |") : README.index("## Settings")]
+    trainer = build(variant, tmp_path / "run", {"reference_kl_enabled": True, "eval_interval": 4, "logging_steps": 1})
+    trainer.eval_dataset = trainer.train_dataset
+    trainer.train()
+    logged = {re.sub(r"turn_\d", "turn_{t}", name) for row in metrics(trainer) for name in row}
+    logged = {re.sub(r"(agent|critic)_\d", lambda m: m[1] + ("_{i}" if m[1] == "agent" else "_{c}"), n) for n in logged}
+    for names in re.findall(r"^\| (`.*?) \| ", table, re.M):
+        for name in re.findall(r"`([^`]+)`", names):
+            if name == "eval/...":
+                assert any(n.startswith("eval/") for n in logged)
+            elif (variant, name) != ("iac_shared", "critic_{c}/grad_norm"):  # one optimiser for both, as the table says
+                assert name in logged, name
+
+
+@pytest.mark.parametrize("file", [iac, maac])
+def test_settings_it_speaks_of_have_the_values_it_gives(file):
+    """5e-6 and 256 with a model of one's own."""
+    args = tyro.cli(file.Args, args=["--agent-model", "some/model"])
+    assert "learning rates 5e-6, 256 new tokens" in README.replace("\n", " ")
+    assert args.agent_learning_rate == args.critic_learning_rate == 5e-6 and args.max_new_tokens == 256
