@@ -13,13 +13,12 @@ comparing ids with a pad id: what the pads hold means nothing.
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -35,87 +34,82 @@ def iterate(dataset: Any, start: int = 0) -> Iterator[Any]:
     return islice(iter(dataset), start, None)
 
 
+def parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function by name; {} for those built-in ones that Python cannot tell them of."""
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:
+        return {}
+
+
 def resolve_sources(given: dict[str, Any], one: str, many: str, count: int) -> list[Any]:
     """`count` sources (folder, hub name or model): given[one] for all of them, or those of the list given[many]."""
     if (given[one] is None) == (given[many] is None):
         raise ValueError(f"give either {one} or {many}")
     if isinstance(given[one], nn.Module) and count > 1:
         raise ValueError(f"{one} is one model, {count} are needed: give a name, or {count} models as {many}")
-    sources = [given[one]] * count if given[many] is None else given[many]
+    name, sources = (many, given[many]) if given[one] is None else (one, [given[one]] * count)
     if not isinstance(sources, list | tuple) or len(sources) != count:
-        raise ValueError(f"{many} must be a list of {count}, got {sources!r:.200}")
+        raise ValueError(f"{name} must be a list of {count}, got {sources!r:.200}")
     for index, source in enumerate(sources):
-        if not isinstance(source, str | nn.Module):
-            name = one if given[many] is None else f"{many}[{index}]"
-            raise ValueError(f"{name} must be a folder, a hub name or a model, got {source!r:.200}")
+        if not isinstance(source, str) and not hasattr(source, "base_model"):
+            raise ValueError(f"{name}[{index}] must be a folder, a hub name or a language model, got {source!r:.200}")
     return list(sources)
 
 
-def resolve_tokenizers(tokenizer: Any, agent_model: Any, count: int, options: dict) -> list[Any]:
+def resolve_tokenizers(tokenizer: Any, agent_model: Any, count: int, options: dict[str, Any]) -> list[Any]:
     """One tokenizer per agent: one for all, a list with one for each, or the one that comes with a name."""
-    if tokenizer is None and not isinstance(agent_model, str):
-        raise ValueError("tokenizer is required with agents or a model instance")
-    tokenizer = (
-        AutoTokenizer.from_pretrained(agent_model, **options.get("tokenizer_kwargs", {}))
-        if tokenizer is None
-        else tokenizer
-    )
+    if tokenizer is None and isinstance(agent_model, str):
+        tokenizer = AutoTokenizer.from_pretrained(agent_model, **options)
     tokenizers = list(tokenizer) if isinstance(tokenizer, list | tuple) else [tokenizer] * count
-    if len(tokenizers) != count:
-        raise ValueError(f"tokenizer has {len(tokenizers)} entries, expected {count}")
+    if len(tokenizers) != count or not all(hasattr(x, "decode") for x in tokenizers):
+        raise ValueError(f"tokenizer, required unless agent_model is a name, must be one or {count}; got {tokenizer!r}")
     return tokenizers
 
 
-def place(parallel_training: str, groups: list[tuple[str, Any, int]]) -> list[list[torch.device]]:
+def place(parallel_training: str, groups: list[tuple[str, list[str] | None, int]]) -> list[list[torch.device]]:
     """For each group of models, given as (name, device names, count), `count` devices.
 
-    "mp": those named, one for all or one for each; by default those of the first group. "none": one device for all
-    groups, the only one that is named or else cuda if there is one.
+    "mp": those named, by default the first group's. "none": the only one named or else cuda if there is one, for all.
     """
-    groups = [(name, [devices] if isinstance(devices, str) else list(devices or ()), n) for name, devices, n in groups]
-    for name, devices, n in groups:
-        if len(devices) not in (0, 1, n):
-            raise ValueError(f"{name} has {len(devices)} entries, expected 1 or {n}")
-    if parallel_training == "none":
-        named = sorted({device for _, devices, _ in groups for device in devices})
-        if len(named) > 1:
-            raise ValueError(f"agent_devices, ...: parallel_training='none' is for one device, got {named}")
-        groups = [(name, named or ["cuda" if torch.cuda.is_available() else "cpu"], n) for name, _, n in groups]
+    named = sorted({device for _, devices, _ in groups for device in devices or ()})
+    if parallel_training == "none" and len(named) > 1:
+        raise ValueError(f"agent_devices, ...: parallel_training='none' is for one device, got {named}")
     places: list[list[torch.device]] = []
-    for name, devices, n in groups:
+    for name, devices, count in groups:
+        if devices and len(devices) not in (1, count):
+            raise ValueError(f"{name} has {len(devices)} entries, expected 1 or {count}")
+        if parallel_training == "none":
+            devices = named or ["cuda" if torch.cuda.is_available() else "cpu"]
         try:
-            found = [torch.device(device) for device in devices if torch.empty(0, device=device).numel() == 0]
+            found = [torch.device(x) for x in devices or () if torch.empty(0, device=x).numel() == 0] or places[0]
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"{name}={devices}: {error}") from error
-        places.append((found if len(found) == n else found * n) or places[0])
+        places.append(found if len(found) == count else found * count)
     return places
 
 
 def load(kind: str, sources: list, devices: list, options: dict[str, Any]) -> list[nn.Module]:
-    """The models on their devices, in eval mode, with float32 parameters; of "critics" no language-model head.
+    """The models on their devices, in eval mode; of "critics" no language-model head. `options` go to from_pretrained.
 
-    `options` are the trainer's model_config: its model_kwargs or critic_model_kwargs go to from_pretrained.
-
-    AdamW steps of the size used in RL vanish in bfloat16 weights, so training is on float32 weights, whatever type a
-    checkpoint is stored in. Weights that a checkpoint lacks are an error, never silently random.
+    Parameters are float32, whatever type a checkpoint is stored in: AdamW steps of the size used in RL vanish in
+    bfloat16 weights. Weights that a checkpoint lacks are an error, never silently random.
     """
-    head, models, logger = kind != "critics", [], logging.getLogger("transformers.modeling_utils")
+    models, logger = [], logging.getLogger("transformers.modeling_utils")
     for index, (model, device) in enumerate(zip(sources, devices, strict=False)):
-        name, auto_class = f"{kind}[{index}]", AutoModelForCausalLM if head else AutoModel
+        name, auto_class = f"{kind}[{index}]", AutoModel if kind == "critics" else AutoModelForCausalLM
         if isinstance(model, str):
-            logger.disabled = (
-                True  # it would report that a critic has no use for lm_head; see below for what is missing
-            )
+            logger.disabled = True  # it would report that a critic has no use for lm_head
             try:
-                kwargs = {"dtype": torch.float32} | options.get("model_kwargs" if head else "critic_model_kwargs", {})
-                model, info = auto_class.from_pretrained(model, output_loading_info=True, **kwargs)
+                loading = {"dtype": torch.float32, "output_loading_info": True} | options
+                model, info = auto_class.from_pretrained(model, **loading)
             except (OSError, ValueError) as error:
                 raise ValueError(f"{name}={model!r} could not be loaded: {error}") from error
             finally:
                 logger.disabled = False
             if lacking := [*info["missing_keys"], *info["mismatched_keys"]]:
                 raise ValueError(f"{name}={model.name_or_path!r} lacks weights: {lacking}")
-        model = model if head else model.base_model
+        model = model.base_model if kind == "critics" else model
         if types := {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}:
             warnings.warn(f"{name} holds weights of type {types}: they are trained in float32", stacklevel=2)
         models.append(model.float().to(device).eval())
@@ -125,27 +119,15 @@ def load(kind: str, sources: list, devices: list, options: dict[str, Any]) -> li
 def refuse_shared_weights(**groups: list[nn.Module]) -> None:
     """ValueError if two of the models hold the same parameter: each would undo the other's steps."""
     owners: dict[int, str] = {}
-    for name, model in ((f"{group}[{i}]", model) for group, models in groups.items() for i, model in enumerate(models)):
-        for parameter in model.parameters():
-            if owners.setdefault(id(parameter), name) != name:
-                raise ValueError(f"{owners[id(parameter)]} and {name} are the same model: load it twice")
+    for name, parameter in [(f"{g}[{i}]", p) for g in groups for i, x in enumerate(groups[g]) for p in x.parameters()]:
+        if owners.setdefault(id(parameter), name) != name:
+            raise ValueError(f"{owners[id(parameter)]} and {name} are the same model: load it twice")
 
 
 def find_file(source: Any, name: str) -> str | None:
-    """The path of a file in a folder or hub name, None if it is not there."""
+    """The path of a file in a folder or hub name; None if it is not there, or if the source is a model in memory."""
     lenient = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     return cached_file(source, name, **lenient) if isinstance(source, str) else None
-
-
-def saved_value_head(source: Any) -> dict[str, torch.Tensor]:
-    """The tensors of value_head.safetensors in a folder or hub name, {} if there are none."""
-    path = find_file(source, "value_head.safetensors")
-    return load_file(path) if path else {}
-
-
-def max_positions(model: nn.Module) -> int:
-    """The number of positions a model was built for."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
 
 
 # ----------------------------------------------------------------------------------------------------- tokenization
@@ -179,6 +161,11 @@ def encode(tokenizer: Any, text: str, where: str, chat_template: bool = False) -
     return ids
 
 
+def max_positions(model: nn.Module) -> int:
+    """The number of positions a model was built for."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
+
+
 def keep_end(ids: list[int], limit: int, tokenizer: Any) -> list[int]:
     """The last `limit` ids, a begin token at the front keeping its place; warns once when it cuts."""
     if len(ids) <= limit:
@@ -196,20 +183,15 @@ def stop_ids(model: nn.Module, tokenizer: Any) -> set[int]:
 def pad(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], device: torch.device) -> dict:
     """Model inputs [B, L] in the layout of the module docstring: input_ids, attention_mask, position_ids."""
     P, K = max(map(len, prompts)), max(map(len, completions))
-    ids, mask = torch.zeros(2, len(prompts), P + K, dtype=torch.long)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        real = slice(P - len(prompt), P + len(completion))
-        ids[row, real], mask[row, real] = torch.tensor([*prompt, *completion]), 1
+    rows = list(zip(prompts, completions, strict=True))
+    ids = [[0] * (P - len(p)) + [*p, *c] + [0] * (K - len(c)) for p, c in rows]
+    mask = [[0] * (P - len(p)) + [1] * (len(p) + len(c)) + [0] * (K - len(c)) for p, c in rows]
+    ids, mask = torch.tensor([ids, mask], device=device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)  # 0 for the first real token, however many pads stand before it
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "position_ids": positions.to(device)}
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
 
 
 # ------------------------------------------------------------------------------------------- generation and scoring
-
-
-def autocast(model: nn.Module, dtype: str) -> torch.autocast:
-    """bfloat16 arithmetic around float32 weights for "bfloat16", nothing for "float32"."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
 
 
 @torch.no_grad()
@@ -221,29 +203,21 @@ def generate(model: nn.Module, prompts: list, stops: set[int], generator: torch.
     """
     max_new_tokens, temperature, top_p, top_k, dtype = sampling
     inputs = pad(prompts, [()] * len(prompts), model.device)
-    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-    if top_k is not None:
-        processors.append(TopKLogitsWarper(top_k))
-    if top_p < 1.0:
-        processors.append(TopPLogitsWarper(top_p))
+    inputs.pop("position_ids")  # generate makes them itself, of the mask
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    warpers += [TopKLogitsWarper(top_k)] if top_k is not None else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
     # Sampling with a generator of our own: argmax(logits - log e), e ~ Exp(1), is a draw from softmax(logits). The
     # global random state is neither used nor changed, and agents that generate at once do not disturb each other.
-    processors.append(lambda _, z: z - torch.empty_like(z).exponential_(generator=generator).clamp_(1e-30).log_())
+    warpers += [lambda _, z: z - torch.empty_like(z).exponential_(generator=generator).clamp_(1e-30).log_()]
+    settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 0}
     shipped, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        with autocast(model, dtype):
-            sequences = model.generate(
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                eos_token_id=sorted(stops) or None,
-                pad_token_id=0,
-                logits_processor=processors,
-            )
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            ids = model.generate(**inputs, **settings, eos_token_id=sorted(stops) or None, logits_processor=warpers)
     finally:
         model.generation_config = shipped
-    rows = sequences[:, inputs["input_ids"].shape[1] :].tolist()  # [B, K], padded after the stop id
+    rows = ids[:, inputs["input_ids"].shape[1] :].tolist()  # [B, K], padded after the stop id
     ends = [next((k + 1 for k, token in enumerate(row) if token in stops), len(row)) for row in rows]
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
@@ -257,19 +231,19 @@ def generate_all(models: list, prompts: list, stops: list, generators: list, dev
         return list(pool.map(lambda each: generate(*each), work))
 
 
-def call_model(model: nn.Module, **inputs: Any) -> Any:
+def call_model(model: nn.Module, dtype: str, **inputs: Any) -> Any:
     """Run a model on those of the inputs that its forward takes (some know no position_ids or logits_to_keep)."""
-    known = inspect.signature(model.forward).parameters
+    known = parameters(model.forward)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    return model(use_cache=False, **{name: value for name, value in inputs.items() if takes_all or name in known})
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        return model(use_cache=False, **{name: value for name, value in inputs.items() if takes_all or name in known})
 
 
 def last_hidden(backbone: nn.Module, sequences: list[list[int]], dtype: str) -> torch.Tensor:
     """Hidden states [B, D] at the last token of each sequence; equal sequences go through the model once."""
     first: dict[tuple[int, ...], int] = {}
     index = [first.setdefault(tuple(sequence), len(first)) for sequence in sequences]  # [a, b, a] -> [0, 1, 0]
-    with autocast(backbone, dtype):
-        output = call_model(backbone, **pad(list(first), [()] * len(first), backbone.device))
+    output = call_model(backbone, dtype, **pad(list(first), [()] * len(first), backbone.device))
     return output.last_hidden_state[:, -1][index]
 
 
@@ -283,8 +257,7 @@ def score(
     generated ones. Logits are computed for these columns only. What top_p and top_k cut off is not scored.
     """
     inputs, K = pad(prompts, completions, model.device), max(map(len, completions))
-    with autocast(model, dtype):
-        output = call_model(model, **inputs, logits_to_keep=K + 1, output_hidden_states=return_hidden)
+    output = call_model(model, dtype, **inputs, logits_to_keep=K + 1, output_hidden_states=return_hidden)
     logits = output.logits[:, -(K + 1) : -1].float()  # [B, K, V]: column k predicts generated token k
     logits = logits if temperature == 1.0 else logits / temperature
     mask = inputs["attention_mask"][:, -K:].bool()

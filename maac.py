@@ -28,7 +28,6 @@ baseline: at the last turn it is r - Q(h, a), so as Q fits, the advantage shrink
 Letters: N agents, G generations, B samples, P prompt tokens, K completion tokens, D hidden width.
 """
 
-import contextlib
 import copy
 import inspect
 import json
@@ -38,19 +37,21 @@ import random
 import re
 import runpy
 import shutil
+import signal
 import sys
+import threading
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from typing import Any, Literal, get_args, get_origin
 
+import numpy as np
 import torch
 import transformers
 import tyro
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -101,24 +102,23 @@ class MAACConfig:
 
     def __post_init__(self) -> None:
         """Refuse bad values, naming the field; fill in what is derived."""
-        bounds = dict.fromkeys(("eval_interval", "eval_num_samples", "checkpoint_interval", "seed"), (0, math.inf))
-        bounds |= dict.fromkeys(("temperature", "max_grad_norm"), (1e-6, math.inf))
-        bounds |= {"top_p": (1e-6, 1), "discount": (0, 1), "early_termination_threshold": (-math.inf, math.inf)}
+        zero, positive = ("eval_interval", "eval_num_samples", "checkpoint_interval", "seed"), ("temperature", "top_p")
+        low = dict.fromkeys(zero, 0) | dict.fromkeys((*positive, "max_grad_norm"), 1e-6)
+        low, high = low | {"early_termination_threshold": -1e300}, {"top_p": 1, "discount": 1, "seed": 2**32}
         for f in fields(MAACConfig):
             value, kinds = getattr(self, f.name), get_args(f.type) or (f.type,)  # of a Literal: what it lists
-            low, high = bounds.get(f.name, (1 if int in kinds else 0, math.inf))
-            if float in kinds and isinstance(value, int) and not isinstance(value, bool):
-                value = float(value)
-            good = (
-                type(value) in kinds
-                or (get_origin(f.type) is Literal and value in kinds)
-                or (list[str] in kinds and isinstance(value, list | tuple | str))
-            )
-            if type(value) in (int, float):
-                good = good and low <= value <= high and math.isfinite(value)
-            if not good or value in ([], (), ""):
+            least, most = low.get(f.name, 1 if int in kinds else 0), high.get(f.name, 1e300)
+            if list[str] in kinds and isinstance(value, str | list | tuple):
+                value = [value] if isinstance(value, str) else list(value)
+                good = value and all(isinstance(name, str) and name for name in value)
+            elif type(value) in (int, float):
+                good = least <= value <= most and (type(value) in kinds or float in kinds)
+                value = float(value) if good and float in kinds else value
+            else:
+                good = type(value) in kinds or (get_origin(f.type) is Literal and type(value) is str and value in kinds)
+            if not good:
                 wanted = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
-                raise ValueError(f"{f.name}={value!r} must be {wanted}, if a number a finite one in [{low}, {high}]")
+                raise ValueError(f"{f.name}={value!r:.100} must be {wanted}, if a number one in [{least}, {most}]")
             setattr(self, f.name, value)
         self.train_batch_size = self.train_batch_size or self.rollout_buffer_size
         if self.num_turns > 1 and self.num_generations > 1:
@@ -219,8 +219,13 @@ class Critic(nn.Module):
         Its last layer starts at zero, unless `save_model` left a trained head in the folder `source`.
         """
         super().__init__()
-        saved, D = common.saved_value_head(source), backbone.config.get_text_config().hidden_size
-        hidden_dim = hidden_dim or (len(saved["0.weight"]) if len(saved) > 2 else None)
+        self.backbone, D = backbone, backbone.config.get_text_config().hidden_size
+        path = common.find_file(source, "value_head.safetensors")
+        saved = load_file(path) if path else {}
+        trained = None if not saved else len(saved["0.weight"]) if len(saved) > 2 else "linear"
+        if hidden_dim and saved and hidden_dim != trained:
+            raise ValueError(f"value_head_hidden_dim={hidden_dim}: the head in {source!r} has {trained}")
+        hidden_dim = trained if isinstance(trained, int) else hidden_dim
         with torch.random.fork_rng(devices=[]):  # building a trainer leaves the global random state as it was
             torch.manual_seed(seed)
             hidden = [nn.Linear(D, hidden_dim), nn.Tanh()] if hidden_dim else []
@@ -229,7 +234,6 @@ class Critic(nn.Module):
             nn.init.zeros_(parameter)
         if saved:
             self.value_head.load_state_dict(saved)
-        self.backbone = backbone
 
     def forward(self, sequences: list[list[int]], dtype: str) -> Tensor:
         """Values [B] of B token sequences."""
@@ -310,23 +314,9 @@ def explained_variance(values: Tensor, targets: Tensor) -> list[float]:
 # ------------------------------------------------------------------------------------------------------ 6 trainer
 
 
-# where a run stands: epoch and row in it, items, joint answers and updates done, env_step of the last logged row
-COUNTERS = ("epoch", "row", "batches", "env_step", "updates", "logged_step", "truncated")
-
-
-@contextlib.contextmanager
-def replacing(path: str) -> Iterator[str]:
-    """A new folder that takes the place of `path` once it is complete; at any moment one whole folder is there."""
-    path = os.path.normpath(path)
-    new, old = f"{path}.new", f"{path}.old"
-    shutil.rmtree(new, ignore_errors=True)
-    os.makedirs(new)
-    yield new
-    if os.path.exists(path):
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(path, old)
-    os.rename(new, path)
-    shutil.rmtree(old, ignore_errors=True)
+# Where a run stands: epoch and row in it, items, joint answers and updates done, env_step of the last logged row, ...
+POSITION = ("epoch", "row", "batches", "env_step", "updates", "logged_step", "truncated", "run_id")
+MAY_CHANGE = {"num_train_epochs", "checkpoint_interval"}  # between a run and its resumption
 
 
 class MAACTrainer:
@@ -355,65 +345,78 @@ class MAACTrainer:
         self.args = args = MAACConfig() if args is None else args
         if not isinstance(args, MAACConfig):
             raise ValueError(f"args must be a MAACConfig, got {args!r:.200}")
+        N, options = args.num_agents, model_config or {}
+        formatters = (lambda item: item["prompt"]) if formatters is None else formatters
+        self.formatters = [formatters] * N if callable(formatters) else formatters
+        if not isinstance(self.formatters, Sequence) or len(self.formatters) != N:
+            raise ValueError(f"formatters must be a function or a list of {N}, got {formatters!r:.200}")
+        self.informed = ["external_prompts" in common.parameters(x) for x in self.formatters if callable(x)]
         self.reward_func, self.reward_processor = reward_func, reward_processor or float
+        self.metrics_callback, self.external_transition = metrics_callback or (lambda episode: {}), external_transition
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.metrics_callback, self.external_transition = metrics_callback, external_transition
         self.wandb_config, self.output_dir = wandb_config, output_dir
-        N, formatters = args.num_agents, (lambda item: item["prompt"]) if formatters is None else formatters
-        self.formatters = [formatters] * N if callable(formatters) else list(formatters)
-        if len(self.formatters) != N:
-            raise ValueError(f"formatters has {len(self.formatters)} entries, expected {N}")
+        functions = {f"formatters[{i}]": formatter for i, formatter in enumerate(self.formatters)}
+        functions |= {"reward_func": reward_func, "reward_processor": self.reward_processor}
+        functions |= {"metrics_callback": self.metrics_callback, "external_transition": external_transition or len}
+        known = {"model_kwargs", "critic_model_kwargs", "tokenizer_kwargs", "critic_value_head_hidden_dim"}
+        hidden_dim = options.get("critic_value_head_hidden_dim") if isinstance(options, Mapping) else None
+        if hidden_dim is not None and (type(hidden_dim) is not int or hidden_dim < 1):
+            raise ValueError(f"critic_value_head_hidden_dim={hidden_dim!r} must be a width or None")
+        if not isinstance(options, Mapping) or options.keys() - known:
+            raise ValueError(f"model_config must be a dict with keys among {sorted(known)}, got {options!r:.200}")
+        kwargs = {f"model_config[{name!r}]": x for name, x in options.items() if name.endswith("_kwargs")}
+        dicts = {"wandb_config": wandb_config or {}, **kwargs}
+        datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        wrong = {name: x for name, x in functions.items() if not callable(x)}
+        wrong |= {name: x for name, x in dicts.items() if not isinstance(x, Mapping)}
+        for name, x in datasets.items():
+            if isinstance(x, Mapping) or not (x is None or hasattr(x, "__getitem__") or hasattr(x, "__iter__")):
+                wrong[name] = x
+        if wrong:
+            raise ValueError(f"of a wrong kind: {', '.join(f'{name}={x!r:.200}' for name, x in wrong.items())}")
         if args.num_turns > 1 and external_transition is None:
             raise ValueError(f"external_transition is required with num_turns={args.num_turns}")
-        functions = {"reward_func": reward_func, "reward_processor": self.reward_processor}
-        functions |= {"metrics_callback": metrics_callback or len, "external_transition": external_transition or len}
-        known = ("model_kwargs", "critic_model_kwargs", "tokenizer_kwargs", "critic_value_head_hidden_dim")
-        if unknown := set(model_config or {}) - set(known):
-            raise ValueError(f"model_config has unknown keys {sorted(unknown)}, known are {known}")
-        for name, function in {**functions, **{f"formatters[{i}]": f for i, f in enumerate(self.formatters)}}.items():
-            if not callable(function):
-                raise ValueError(f"{name} must be a function, got {function!r}")
-        models = {"agent_model": agent_model, "agents": agents, "critic_model": critic_model, "critics": critics}
-        self.load_models(models, tokenizer, model_config or {})
-        self.generators, self.shuffle = self.new_generators(args.seed), torch.Generator().manual_seed(args.seed)
-        self.buffers: list[list[RolloutSample]] = [[] for _ in range(N)]
-        self.metrics: dict[str, list[float]] = defaultdict(list)  # values to average in the next logged row
-        self.seconds: dict[str, float] = defaultdict(float)  # spent on what since the last logged row
-        for counter in COUNTERS:
-            setattr(self, counter, 0)
-        self.running, self.tracker = False, None  # whether output_dir is ours to write to; the W&B run
 
-    def load_models(self, models: dict[str, Any], tokenizer: Any, options: dict[str, Any]) -> None:
-        """Tokenizers, agents, reference models, critics and optimisers, from the constructor's arguments."""
-        args, N, C = self.args, self.args.num_agents, 1  # agent i is judged by self.critics[i % C], the only one
-        sources = common.resolve_sources(models, "agent_model", "agents", N)
-        critic_sources = common.resolve_sources(models, "critic_model", "critics", C)
-        self.tokenizers = common.resolve_tokenizers(tokenizer, models["agent_model"], N, options)
-        names = {"agent_devices": N, "critic_devices": C, "reference_devices": N}
-        groups = [(name, getattr(args, name), count) for name, count in names.items()]
+        given = {"agent_model": agent_model, "agents": agents, "critic_model": critic_model, "critics": critics}
+        sources = common.resolve_sources(given, "agent_model", "agents", N)
+        critic_sources = common.resolve_sources(given, "critic_model", "critics", 1)
+        groups = [("agent_devices", args.agent_devices, N), ("critic_devices", args.critic_devices, 1)]
+        groups += [("reference_devices", args.reference_devices, N)]
         self.agent_devices, critic_devices, reference_devices = common.place(args.parallel_training, groups)
-
-        self.agents = common.load("agents", sources, self.agent_devices, options)
+        self.agents = common.load("agents", sources, self.agent_devices, options.get("model_kwargs", {}))
         frozen = copy.deepcopy(sources) if args.reference_kl_enabled and args.reference_kl_coef > 0 else []
-        self.references = common.load("references", frozen, reference_devices, options)
-        backbones = common.load("critics", critic_sources, critic_devices, options)
+        self.references = common.load("references", frozen, reference_devices, options.get("model_kwargs", {}))
+        backbones = common.load("critics", critic_sources, critic_devices, options.get("critic_model_kwargs", {}))
         common.refuse_shared_weights(agents=self.agents, critics=backbones)
-        hidden_dim = options.get("critic_value_head_hidden_dim")
         self.critics = [Critic(critic_sources[0], backbones[0], hidden_dim, args.seed)]
+        self.tokenizers = common.resolve_tokenizers(tokenizer, agent_model, N, options.get("tokenizer_kwargs", {}))
         for i, tok in enumerate(self.tokenizers):
             common.check_vocabulary(f"agents[{i}]", self.agents[i], sources[i], tok)
         common.check_vocabulary("critics[0]", backbones[0], critic_sources[0], self.tokenizers[0])
-        self.stops = [common.stop_ids(*pair) for pair in zip(self.agents, self.tokenizers, strict=True)]
         self.prompt_limits = [common.max_positions(agent) - args.max_new_tokens for agent in self.agents]
         if min(self.prompt_limits) < 1:
             raise ValueError(f"max_new_tokens={args.max_new_tokens} leaves a prompt no room in the models' positions")
+        self.stops = [common.stop_ids(*pair) for pair in zip(self.agents, self.tokenizers, strict=True)]
 
-        def adamw(learning_rate: float, module: nn.Module) -> torch.optim.Optimizer:
+        def adamw(name: str, learning_rate: float, module: nn.Module) -> torch.optim.Optimizer:
             parameters = [p for p in module.parameters() if p.requires_grad]
+            if not parameters:
+                raise ValueError(f"{name} have no weights that train, requires_grad is False for all")
             return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
 
-        self.agent_optimizers = [adamw(args.agent_learning_rate, agent) for agent in self.agents]
-        self.critic_optimizers = [adamw(args.critic_learning_rate, critic) for critic in self.critics]
+        self.agent_optimizers = [adamw("agents", args.agent_learning_rate, agent) for agent in self.agents]
+        self.critic_optimizers = [adamw("critics", args.critic_learning_rate, x) for x in self.critics]
+        self.generators, self.shuffle = self.new_generators(args.seed), torch.Generator().manual_seed(args.seed)
+        self.learners = [*self.agents, *self.critics, *self.agent_optimizers, *self.critic_optimizers]
+        self.draws = [*self.generators, self.shuffle, torch.default_generator]
+        self.buffers: list[list[RolloutSample]] = [[] for _ in range(N)]
+        self.metrics: dict[str, list[float]] = defaultdict(list)  # values to average in the next logged row
+        self.seconds: dict[str, float] = defaultdict(float)  # spent on what since the last logged row
+        for name in POSITION:
+            setattr(self, name, 0)
+        self.run_id, self.logged_at, self.tracker = os.urandom(4).hex(), time.perf_counter(), None
+        self.running = self.updating = self.stopping = False  # a run has begun; weights are on the move; Ctrl-C came
+        self.mark()
 
     def new_generators(self, seed: int) -> list[torch.Generator]:
         """A sampling generator for each agent."""
@@ -421,42 +424,33 @@ class MAACTrainer:
 
     def turn_prompts(self, item: Mapping, turn: int, episode: list[RolloutSample], where: str) -> list[str]:
         """The N prompts of an item's next turn, given the samples of its turns so far."""
-        agents, prompts = range(self.args.num_agents), []
         if not isinstance(item, Mapping):
             raise ValueError(f"{where}: a dataset item must be a dict, got {item!r:.200}")
-        external, items = [None for _ in agents], [item for _ in agents]
+        N, prompts = self.args.num_agents, []
+        external, items = [None] * N, [item] * N
         if turn > 0:
+            own = [[s for s in episode if s.agent_idx == i] for i in range(N)]
             external = self.external_transition(
                 prompt=item.get("prompt", ""),
-                agent_completions=[s.completion for s in episode[-len(agents) :]],
-                num_agents=len(agents),
-                prompt_history_per_agent=[[s.prompt for s in episode if s.agent_idx == i] for i in agents],
-                response_history_per_agent=[[s.completion for s in episode if s.agent_idx == i] for i in agents],
+                agent_completions=[samples[-1].completion for samples in own],
+                num_agents=N,
+                prompt_history_per_agent=[[s.prompt for s in samples] for samples in own],
+                response_history_per_agent=[[s.completion for s in samples] for samples in own],
             )
-            strings = isinstance(external, list | tuple) and all(isinstance(text, str) and text for text in external)
-            if not strings or len(external) != len(agents):
+            is_list = isinstance(external, list | tuple) and len(external) == N
+            if not is_list or not all(isinstance(text, str) and text.strip() for text in external):
                 raise ValueError(f"{where}: external_transition must return a string per agent, got {external!r:.200}")
             if self.args.external_prompt_passthrough:
                 return list(external)
             items = [{**item, "_original_prompt": item.get("prompt", ""), "prompt": text} for text in external]
         for i, formatter in enumerate(self.formatters):
-            wants_external = "external_prompts" in inspect.signature(formatter).parameters
             try:
-                prompts.append(formatter(items[i], **({"external_prompts": external[i]} if wants_external else {})))
+                prompts.append(formatter(items[i], **({"external_prompts": external[i]} if self.informed[i] else {})))
             except KeyError as error:
                 raise ValueError(f"{where}, agent {i}: the formatter found no {error} in {item!r:.200}") from error
             if not isinstance(prompts[i], str) or not prompts[i].strip():
                 raise ValueError(f"{where}, agent {i}: the formatter returned {prompts[i]!r:.200}, not a prompt")
         return prompts
-
-    def reward(self, item: Mapping, joint: list[list[RolloutSample]], where: str) -> None:
-        """Set the rewards of G joint answers [N][G] to an item."""
-        N, G, prompts = len(joint), len(joint[0]), [own[0].prompt for own in joint]
-        raw = call_reward(self.reward_func, [[s.completion for s in own] for own in joint], prompts, item)
-        processed = [[self.reward_processor(reward) for reward in row] for row in read_rewards(raw, N, G, where)]
-        for own, row in zip(joint, read_rewards(processed, N, G, f"{where}, after reward_processor"), strict=True):
-            for s, reward in zip(own, row, strict=True):
-                s.reward = reward
 
     def micro_batches(self, samples: list[RolloutSample]) -> list[list[RolloutSample]]:
         """Pieces of at most micro_batch_size samples, each of which goes through a model at once."""
@@ -471,13 +465,12 @@ class MAACTrainer:
     @torch.no_grad()
     def appraise(self, samples: list[list[RolloutSample]]) -> None:
         """Fill in critic_ids, reference_kl and old_value of samples [N][B], by the weights they were drawn with."""
-        critic, tokenizer = self.critics[0], self.tokenizers[0]
-        for joint in zip(*samples, strict=True):  # the N samples of one joint answer
+        critic, limit, tokenizer = self.critics[0], common.max_positions(self.critics[0].backbone), self.tokenizers[0]
+        joints = list(zip(*samples, strict=True))  # [B][N]: the samples of each joint answer
+        for joint in joints:
             answers = [s.completion for s in joint] if self.args.critic_type == "q" else []
-            ids = common.encode(
-                tokenizer, critic_text([s.prompt for s in joint], answers), f"row {joint[0].row}, critic"
-            )
-            ids = common.keep_end(ids, common.max_positions(critic.backbone), tokenizer)
+            text, where = critic_text([s.prompt for s in joint], answers), f"row {joint[0].row}, critic"
+            ids = common.keep_end(common.encode(tokenizer, text, where), limit, tokenizer)
             for s in joint:
                 s.critic_ids = ids
         for i, own in enumerate(samples if self.references else []):
@@ -486,7 +479,7 @@ class MAACTrainer:
                 reference = self.score(self.references[i], batch)[0].to(logprobs.device)
                 for s, kl in zip(batch, reference_kl(logprobs, reference, mask).tolist(), strict=True):
                     s.reference_kl = kl
-        for batch in self.micro_batches(list(zip(*samples, strict=True))):
+        for batch in self.micro_batches(joints):
             values = critic([joint[0].critic_ids for joint in batch], self.args.dtype)
             for joint, value in zip(batch, values.tolist(), strict=True):
                 for s in joint:
@@ -495,19 +488,19 @@ class MAACTrainer:
     def collect(self, items: list, first_row: int, generators: list, G: int, train: bool = True) -> list[list]:
         """Play all items side by side, one batched generation per agent and turn; returns the samples of each item."""
         args, N = self.args, self.args.num_agents
+        sampling = (args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.dtype)
         episodes: list[list[RolloutSample]] = [[] for _ in items]
         active = list(range(len(items)))  # items whose episode goes on; B = len(active) * G, generations innermost
         for turn in range(args.num_turns):
+            where = [f"row {first_row + e}, turn {turn + 1}" for e in range(len(items))]
             samples: list[list[RolloutSample]] = [[] for _ in range(N)]  # [N][B]
             for e in active:
-                row, where = first_row + e, f"row {first_row + e}, turn {turn + 1}"
-                for i, prompt in enumerate(self.turn_prompts(items[e], turn, episodes[e], where)):
-                    ids = common.encode(self.tokenizers[i], prompt, f"{where}, agent {i}", args.chat_template)
+                for i, prompt in enumerate(self.turn_prompts(items[e], turn, episodes[e], where[e])):
+                    ids = common.encode(self.tokenizers[i], prompt, f"{where[e]}, agent {i}", args.chat_template)
                     kept = common.keep_end(ids, self.prompt_limits[i], self.tokenizers[i])
                     self.truncated += train and len(kept) < len(ids)
-                    samples[i] += [RolloutSample(i, row, turn, g, items[e], prompt, kept) for g in range(G)]
+                    samples[i] += [RolloutSample(i, first_row + e, turn, g, items[e], prompt, kept) for g in range(G)]
             prompt_ids = [[s.prompt_ids for s in own] for own in samples]
-            sampling = (args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.dtype)
             ids = common.generate_all(self.agents, prompt_ids, self.stops, generators, self.agent_devices, sampling)
             for i, own in enumerate(samples):
                 for s, answer in zip(own, ids[i], strict=True):
@@ -516,8 +509,12 @@ class MAACTrainer:
                     s.completion = self.tokenizers[i].decode(text_ids, skip_special_tokens=True)
             for k, e in enumerate(active):
                 joint = [own[k * G : (k + 1) * G] for own in samples]  # [N][G]
-                self.reward(items[e], joint, f"row {first_row + e}, turn {turn + 1}")
-                episodes[e] += [s for own in joint for s in own]
+                texts, prompts = [[s.completion for s in own] for own in joint], [own[0].prompt for own in joint]
+                raw = read_rewards(call_reward(self.reward_func, texts, prompts, items[e]), N, G, where[e])
+                processed = [[self.reward_processor(reward) for reward in row] for row in raw]
+                for own, row in zip(joint, read_rewards(processed, N, G, f"{where[e]}, reward_processor"), strict=True):
+                    for s, s.reward in zip(own, row, strict=True):
+                        episodes[e].append(s)
             if train:
                 self.appraise(samples)
             if args.early_termination_threshold is not None:
@@ -539,40 +536,42 @@ class MAACTrainer:
     def update(self, i: int) -> None:
         """Update agent i and the critic on the agent's whole buffer: turn by turn, shuffled, in mini-batches."""
         buffer, self.buffers[i] = self.buffers[i], []
-        c = i % len(self.critics)
         for turn in sorted({s.turn_idx for s in buffer}):
             group = [s for s in buffer if s.turn_idx == turn]
             advantages, old_values = torch.tensor([[s.advantage, s.old_value] for s in group]).T
             targets = torch.tensor([s.target for s in group])
             self.metrics[f"agent_{i}/advantage_mean"] += advantages.tolist()
-            self.metrics[f"critic_{c}/value_mean"] += old_values.tolist()
-            self.metrics[f"critic_{c}/explained_variance"] += explained_variance(old_values, targets)
+            self.metrics["critic_0/value_mean"] += old_values.tolist()
+            self.metrics["critic_0/explained_variance"] += explained_variance(old_values, targets)
             if self.args.advantage_normalization:
                 advantages = normalize_advantages(advantages)
             for mb_inds in torch.randperm(len(group), generator=self.shuffle).split(self.args.train_batch_size):
                 batch = [group[b] for b in mb_inds.tolist()]
                 self.actor_step(i, batch, advantages[mb_inds])
-                self.critic_step(c, batch)
+                self.critic_step(batch)
 
     def actor_step(self, i: int, samples: list[RolloutSample], advantages: Tensor) -> None:
         """One optimiser step of agent i on B samples and advantages [B]."""
-        args, agent, B = self.args, self.agents[i], len(samples)
-        for batch, A in zip(self.micro_batches(samples), advantages.split(args.micro_batch_size or B), strict=True):
-            logprobs, _ = self.score(agent, batch)
+        B, size = len(samples), self.args.micro_batch_size or len(samples)
+        for batch, A in zip(self.micro_batches(samples), advantages.split(size), strict=True):
+            logprobs, _ = self.score(self.agents[i], batch)
             losses = policy_loss(logprobs, A.to(logprobs.device))
             self.metrics[f"agent_{i}/policy_loss"] += losses.tolist()
-            loss = losses.sum() / B
-            loss.backward()
+            (losses.sum() / B).backward()
         self.optimizer_step(f"agent_{i}/grad_norm", self.agent_optimizers[i])
 
-    def critic_step(self, c: int, samples: list[RolloutSample]) -> None:
-        """One optimiser step of critic c on B samples."""
+    def critic_step(self, samples: list[RolloutSample]) -> None:
+        """One optimiser step of the critic on B samples."""
         for batch in self.micro_batches(samples):
-            values = self.critics[c]([s.critic_ids for s in batch], self.args.dtype)
-            losses = value_loss(values, torch.tensor([s.target for s in batch], device=values.device))
-            self.metrics[f"critic_{c}/value_loss"] += losses.tolist()
-            (self.args.value_loss_coef * losses.sum() / len(samples)).backward()
-        self.optimizer_step(f"critic_{c}/grad_norm", self.critic_optimizers[c])
+            (self.critic_losses(batch).sum() / len(samples)).backward()
+        self.optimizer_step("critic_0/grad_norm", self.critic_optimizers[0])
+
+    def critic_losses(self, samples: list[RolloutSample]) -> Tensor:
+        """value_loss_coef times the value loss [B]."""
+        values = self.critics[0]([s.critic_ids for s in samples], self.args.dtype)
+        losses = value_loss(values, torch.tensor([s.target for s in samples], device=values.device))
+        self.metrics["critic_0/value_loss"] += losses.tolist()
+        return self.args.value_loss_coef * losses
 
     def optimizer_step(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """Clip the gradient, refuse one that is not finite, step, and forget it."""
@@ -595,8 +594,12 @@ class MAACTrainer:
             metrics[f"{agent}/finished_fraction"].append(float(s.finished))
             if self.references and not prefix:
                 metrics[f"{agent}/reference_kl"].append(s.reference_kl)
-        for name, value in (self.metrics_callback(episode) if self.metrics_callback else {}).items():
-            metrics[f"{prefix}{name}"].append(float(value))
+        own = self.metrics_callback(episode)
+        try:
+            for name, value in own.items():
+                metrics[f"{prefix}{name}"] += [float(value)] if math.isfinite(value) else []  # NaN: nothing to average
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"metrics_callback must return a dict of numbers, got {own!r:.200}") from error
 
     def evaluate(self) -> dict[str, float]:
         """Mean metrics, named eval/..., of eval_num_samples items of eval_dataset with one joint answer each.
@@ -615,7 +618,7 @@ class MAACTrainer:
                 self.write("completions.jsonl", row | {"completion": s.completion, "reward": s.reward})
                 if number < 3:  # a few on the console
                     tqdm.write(f"  {s.prompt[-60:]!r} -> {s.completion[:60]!r}, reward {s.reward:.2f}")
-        return {name: sum(values) / len(values) for name, values in metrics.items()}
+        return {name: sum(values) / len(values) for name, values in metrics.items() if values}
 
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Append a row to a file of the run, if there is a run."""
@@ -623,10 +626,14 @@ class MAACTrainer:
             with open(os.path.join(self.output_dir, name), "a") as file:
                 file.write(json.dumps({"env_step": self.env_step} | row) + "\n")
 
-    def log(self, row: dict[str, float], train: bool) -> None:
-        """Write a row, with the means of the training metrics since the last such row if `train`, to file and W&B."""
-        if train:
-            row = row | {name: sum(values) / len(values) for name, values in self.metrics.items() if values}
+    def report(self) -> None:
+        """Where it is due, evaluate, and write a row with that and the means of the metrics since the last one."""
+        args, ended = self.args, self.epoch == self.args.num_train_epochs
+        updated = self.batches > 0 and not self.buffers[0]
+        evaluate = args.eval_interval and (ended or self.batches % args.eval_interval == 0)
+        row = self.evaluate() if evaluate else {}
+        if updated and (ended or self.env_step - self.logged_step >= args.logging_steps):
+            row |= {name: sum(values) / len(values) for name, values in self.metrics.items() if values}
             steps, seconds = self.env_step - self.logged_step, time.perf_counter() - self.logged_at
             row |= {f"time/{part}": spent / seconds for part, spent in self.seconds.items()}
             row |= {"time/env_steps_per_second": steps / seconds, "truncated_prompts": self.truncated}
@@ -639,134 +646,182 @@ class MAACTrainer:
 
     def save_model(self, path: str) -> None:
         """Write agent_{i}/, an ordinary Hugging Face model and its tokenizer, and critic_{c}/ with the value head."""
-        with replacing(path) as folder:
-            for i, agent in enumerate(self.agents):
-                agent.save_pretrained(f"{folder}/agent_{i}")
-                self.tokenizers[i].save_pretrained(f"{folder}/agent_{i}")
-            for c, critic in enumerate(self.critics):
-                critic.backbone.save_pretrained(f"{folder}/critic_{c}")
-                save_file(critic.value_head.state_dict(), f"{folder}/critic_{c}/value_head.safetensors")
+        new = f"{os.path.normpath(path)}.new"
+        shutil.rmtree(new, ignore_errors=True)
+        for i, agent in enumerate(self.agents):
+            agent.save_pretrained(f"{new}/agent_{i}")
+            self.tokenizers[i].save_pretrained(f"{new}/agent_{i}")
+        for c, critic in enumerate(self.critics):
+            critic.backbone.save_pretrained(f"{new}/critic_{c}")
+            save_file(critic.value_head.state_dict(), f"{new}/critic_{c}/value_head.safetensors")
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(new, path)
 
-    def finish_item(self, episode: list[RolloutSample], epoch_ends: bool) -> None:
-        """Put an item's samples into the buffers; update, evaluate and log where that is due."""
-        args = self.args
-        self.add_metrics(self.metrics, episode)
-        for s in episode:
-            s.item = None
-            self.buffers[s.agent_idx].append(s)
-        self.env_step += len(episode) // args.num_agents
-        self.batches, self.row = self.batches + 1, self.row + 1
-        if epoch_ends:
-            self.epoch, self.row = self.epoch + 1, 0
-        update, started = epoch_ends or len(self.buffers[0]) >= args.rollout_buffer_size, time.perf_counter()
-        if update:
-            for i in range(args.num_agents):
-                self.update(i)
-            self.updates += 1
-            self.seconds["update"] += time.perf_counter() - started
-        ended = self.epoch == args.num_train_epochs
-        evaluate = args.eval_interval and (ended or self.batches % args.eval_interval == 0)
-        due = ended or (update and self.env_step - self.logged_step >= args.logging_steps)
-        self.log(self.evaluate() if evaluate else {}, train=due)
+    def mark(self) -> None:
+        """Note where the run stands between two batches: what a checkpoint holds beside the weights."""
+        files = [os.path.join(self.output_dir, name) for name in ("metrics.jsonl", "completions.jsonl") if self.running]
+        _, keys, *others = np.random.get_state()
+        self.state = {name: getattr(self, name) for name in POSITION} | {
+            "generators": [x.get_state() for x in self.draws],
+            "random": (random.getstate(), ("MT19937", keys.tolist(), *others)),  # the user's functions may draw
+            "buffers": [list(buffer) for buffer in self.buffers],
+            "metrics": {name: list(values) for name, values in self.metrics.items()},
+            "sizes": {os.path.basename(file): os.path.getsize(file) for file in files if os.path.exists(file)},
+        }
+        self.updating = False
 
     def save_checkpoint(self, path: str) -> None:
         """Write all that changes in training, for `train(resume_from=...)` to go on as if nothing had happened."""
-        files = [os.path.join(self.output_dir, name) for name in ("metrics.jsonl", "completions.jsonl")]
-        state = {name: getattr(self, name) for name in COUNTERS} | {
-            "modules": [x.state_dict() for x in (*self.agents, *self.critics)],
-            "optimizers": [x.state_dict() for x in (*self.agent_optimizers, *self.critic_optimizers)],
-            "generators": [x.get_state() for x in (*self.generators, self.shuffle)],
-            "buffers": [[asdict(s) for s in buffer] for buffer in self.buffers],
-            "metrics": dict(self.metrics),
-            "files": {file: os.path.getsize(file) for file in files if os.path.exists(file)},
+        state = self.state | {
+            "settings": {f.name: getattr(self.args, f.name) for f in fields(MAACConfig)},
+            "weights": [x.state_dict() for x in self.learners],
+            "buffers": [[asdict(s) for s in buffer] for buffer in self.state["buffers"]],
         }
-        with replacing(path) as folder:
-            torch.save(state, f"{folder}/state.pt")
+        file = os.path.join(path, "state.pt")
+        try:
+            os.makedirs(path, exist_ok=True)
+            torch.save(state, f"{file}.new")
+            os.replace(f"{file}.new", file)  # at any moment there is one whole file
+        except Exception as error:
+            raise OSError(f"{file} could not be written, an earlier one is still whole: {error}") from error
 
     def load_checkpoint(self, path: str) -> None:
-        """Take up the state that `save_checkpoint` wrote; what was logged after it is cut off and will come again."""
-        path = path if os.path.exists(path) else f"{path}.old"  # a kill between two renames leaves that one
-        state = torch.load(f"{path}/state.pt", map_location="cpu", weights_only=True)
-        for name in COUNTERS:
+        """Take up the state that `save_checkpoint` wrote."""
+        self.state = state = torch.load(os.path.join(path, "state.pt"), map_location="cpu", weights_only=True)
+        settings = {f.name: getattr(self.args, f.name) for f in fields(MAACConfig)}
+        for name in (settings.keys() | state["settings"].keys()) - MAY_CHANGE:
+            if settings.get(name) != state["settings"].get(name):
+                raise ValueError(f"{path} is of a run with {name}={state['settings'].get(name)!r}")
+        for name in POSITION:
             setattr(self, name, state[name])
-        for x, saved in zip((*self.agents, *self.critics), state["modules"], strict=True):
+        for x, saved in zip(self.learners, state["weights"], strict=True):
             x.load_state_dict(saved)
-        for x, saved in zip((*self.agent_optimizers, *self.critic_optimizers), state["optimizers"], strict=True):
-            x.load_state_dict(saved)
-        for x, saved in zip((*self.generators, self.shuffle), state["generators"], strict=True):
+        for x, saved in zip(self.draws, state["generators"], strict=True):
             x.set_state(saved)
+        random.setstate(state["random"][0]), np.random.set_state(state["random"][1])
         self.buffers = [[RolloutSample(**s) for s in buffer] for buffer in state["buffers"]]
         self.metrics.update(state["metrics"])
-        for file, size in state["files"].items():
-            os.truncate(os.path.join(self.output_dir, os.path.basename(file)), size)
 
     def start_run(self, resume_from: str | None) -> None:
-        """Make the run's folder, a new one, or take up that of another run; start the W&B run."""
-        args, stamp = self.args, f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        """Make a new folder for the run, or take up a run in its own folder; start the W&B run."""
+        args, stamp = self.args, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
         if self.train_dataset is None:
             raise ValueError("train_dataset is required to train")
         if hasattr(self.train_dataset, "__len__"):  # a bad row shows now, not after hours
             for row, item in enumerate(common.iterate(self.train_dataset)):
                 self.turn_prompts(item, 0, [], f"row {row}, turn 1")
-        if resume_from is not None:
-            self.output_dir = resume_from
-            self.load_checkpoint(os.path.join(resume_from, "checkpoint"))
+        if resume_from and os.path.exists(os.path.join(resume_from, "metrics.jsonl")):
+            self.output_dir = resume_from  # the folder of a run, which goes on in it, from the start if it has to
+            if os.path.exists(os.path.join(resume_from, "checkpoint", "state.pt")):
+                self.load_checkpoint(os.path.join(resume_from, "checkpoint"))
+            for name in ("metrics.jsonl", "completions.jsonl"):  # what was logged after the checkpoint comes again
+                with open(os.path.join(resume_from, name), "a") as file:
+                    file.truncate(self.state["sizes"].get(name, 0))
         else:
+            if resume_from:
+                self.load_checkpoint(resume_from)
             self.output_dir = self.output_dir or os.path.join("runs", f"maac__{args.critic_type}__{args.seed}__{stamp}")
             os.makedirs(self.output_dir, exist_ok=True)
             if os.listdir(self.output_dir):
                 raise ValueError(f"output_dir={self.output_dir!r} holds files already: name a new folder or resume it")
-            with open(os.path.join(self.output_dir, "config.json"), "w") as file:
-                json.dump(asdict(args), file, indent=2)
+        config = os.path.join(self.output_dir, "config.json")
+        with open(f"{config}.new", "w") as file:
+            json.dump(asdict(args), file, indent=2)
+        os.replace(f"{config}.new", config)
         self.running = True
         if self.wandb_config is not None:
             import wandb  # takes a second, and few runs need it
 
-            patience = wandb.Settings(init_timeout=20, login_timeout=5)
-            options = {"config": asdict(args), "dir": self.output_dir, "reinit": "create_new", "settings": patience}
+            options = {"config": asdict(args), "dir": self.output_dir, "reinit": "create_new", "id": self.run_id}
+            options |= {"resume": "allow", "settings": wandb.Settings(init_timeout=20, login_timeout=5)}
             try:
                 self.tracker = wandb.init(**options | self.wandb_config)
             except wandb.errors.Error as error:  # no login, no network
                 tqdm.write(f"W&B: {error}\nThe run goes on offline.")
                 self.tracker = wandb.init(**options | self.wandb_config | {"mode": "offline"})
 
+    def item_batches(self) -> Iterator[tuple[list, bool]]:
+        """Yield the items up to the next update, all of which meet the same weights, and whether they end an epoch."""
+        args = self.args
+        while self.epoch < args.num_train_epochs:
+            rows = common.iterate(self.train_dataset, self.row)
+            item = next(rows, None)
+            if item is None:
+                raise ValueError(f"train_dataset has no rows in epoch {self.epoch + 1}")
+            while item is not None:
+                missing = args.rollout_buffer_size - len(self.buffers[0])
+                count = math.ceil(missing / (args.num_generations * args.num_turns))
+                items = [item, *islice(rows, min(count, args.rollout_batch_size or count) - 1)]
+                item = next(rows, None)  # looking ahead tells where the epoch ends
+                yield items, item is None
+
+    def interrupt(self, *_: Any) -> None:
+        """Stop at once in a rollout, of which nothing is kept; finish an update first, unless asked a second time."""
+        if not self.updating or self.stopping:
+            raise KeyboardInterrupt
+        self.stopping = True
+
     def train(self, resume_from: str | None = None) -> None:
-        """Pass num_train_epochs times over train_dataset, or go on with the run in the folder `resume_from`."""
+        """Pass num_train_epochs times over train_dataset, or go on from `resume_from`: a run's folder or a checkpoint.
+
+        An error or Ctrl-C leaves a checkpoint of all that was completed.
+        """
         args = self.args
         self.start_run(resume_from)
-        saved_at = self.updates
+        saved_at, checkpoint = self.updates, os.path.join(self.output_dir, "checkpoint")
         length = len(self.train_dataset) * args.num_train_epochs if hasattr(self.train_dataset, "__len__") else None
-        bar, self.logged_at = tqdm(total=length, initial=self.batches, unit="item"), time.perf_counter()
+        bar = tqdm(total=length, initial=self.batches, unit="item")
+        self.logged_at, in_main = (
+            time.perf_counter(),
+            threading.current_thread() is threading.main_thread(),
+        )  # no other one may handle signals
+        handlers = {s: signal.signal(s, self.interrupt) for s in (signal.SIGINT, signal.SIGTERM) if in_main}
         try:
-            if args.eval_interval and self.batches == 0:
-                self.log(self.evaluate(), train=False)
-            while self.epoch < args.num_train_epochs:
-                rows = common.iterate(self.train_dataset, self.row)
-                item = next(rows, None)
-                if item is None:
-                    raise ValueError(f"train_dataset has no rows in epoch {self.epoch + 1}")
-                while item is not None:
-                    # the items up to the next update all see the same weights: generate them together
-                    missing = args.rollout_buffer_size - len(self.buffers[0])
-                    count = math.ceil(missing / (args.num_generations * args.num_turns))
-                    count = min(count, args.rollout_batch_size or count)
-                    items, started = [item, *islice(rows, count - 1)], time.perf_counter()
-                    item = next(rows, None)  # looking ahead tells where the epoch ends
-                    episodes = self.collect(items, self.row, self.generators, args.num_generations)
-                    self.seconds["rollout"] += time.perf_counter() - started
-                    for episode in episodes:  # from here on as if each item had been generated on its own
-                        self.finish_item(episode, epoch_ends=item is None and episode is episodes[-1])
-                        bar.set_postfix(reward=f"{sum(s.reward for s in episode) / len(episode):.2f}", refresh=False)
-                        bar.update()
-                    if args.checkpoint_interval and self.updates - saved_at >= args.checkpoint_interval:
-                        saved_at = self.updates
-                        self.save_checkpoint(os.path.join(self.output_dir, "checkpoint"))
-            self.save_checkpoint(os.path.join(self.output_dir, "checkpoint"))
+            self.mark()
+            self.report()
+            for items, epoch_ends in self.item_batches():
+                started = time.perf_counter()
+                episodes = self.collect(items, self.row, self.generators, args.num_generations)
+                self.seconds["rollout"] += time.perf_counter() - started
+                for episode in episodes:  # from here on as if each item had been generated on its own
+                    self.add_metrics(self.metrics, episode)
+                    for s in episode:
+                        s.item = None
+                        self.buffers[s.agent_idx].append(s)
+                    self.env_step += len(episode) // args.num_agents
+                    self.batches, self.row = self.batches + 1, self.row + 1
+                    bar.set_postfix(reward=f"{sum(s.reward for s in episode) / len(episode):.2f}", refresh=False)
+                    bar.update()
+                    if episode is not episodes[-1]:
+                        self.report()
+                if epoch_ends:
+                    self.epoch, self.row = self.epoch + 1, 0
+                if epoch_ends or len(self.buffers[0]) >= args.rollout_buffer_size:
+                    self.updating, started = True, time.perf_counter()
+                    for i in range(args.num_agents):
+                        self.update(i)
+                    self.updates += 1
+                    self.seconds["update"] += time.perf_counter() - started
+                self.mark()
+                if self.stopping:
+                    raise KeyboardInterrupt
+                if args.checkpoint_interval and self.updates - saved_at >= args.checkpoint_interval:
+                    saved_at = self.updates
+                    self.save_checkpoint(checkpoint)
+                self.report()
+            self.save_checkpoint(checkpoint)
             self.save_model(os.path.join(self.output_dir, "model"))
+        except BaseException:
+            if self.state["batches"] and not self.updating:  # in the middle of an update there is nothing to go on from
+                self.save_checkpoint(checkpoint)
+            tqdm.write(f"The run stopped; --resume {self.output_dir} goes on from its last checkpoint.")
+            raise
         finally:
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
             bar.close()
             if self.tracker:
-                self.tracker.finish()
+                self.tracker.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
 # --------------------------------------------------------------------------------------------------------- 7 main
@@ -788,7 +843,7 @@ class Args(MAACConfig):
     critics: list[str] | None = None  # instead: a list of one
     task: str | None = None  # Python file with train_dataset, reward_func, ...; by default the number task
     output_dir: str | None = None  # a new folder for the run; by default one in runs/
-    resume: str | None = None  # the folder of a run to go on with, given the flags it was started with
+    resume: str | None = None  # the folder of a run to go on with, by the settings it was started with
     track: bool = False  # log to Weights & Biases
     wandb_project: str = "multi-agent-actor-critic"  # its project
     wandb_entity: str | None = None  # its entity
@@ -811,13 +866,22 @@ def main() -> None:
     default = Args(**({} if flags & {"--agent-model", "--agents"} else DEMO))
     default.train_batch_size = None  # to be derived from the buffer size of the command line
     args = tyro.cli(Args, default=default)
-    models = {name: getattr(args, name) for name in ("agent_model", "agents", "critic_model", "critics")}
+    config = os.path.join(args.resume or "", "config.json")
+    if args.resume and os.path.exists(config):  # the run's own settings, unless they are given again
+        with open(config) as file:
+            saved = json.load(file)
+        args = tyro.cli(Args, default=Args(**{f.name: saved[f.name] for f in fields(Args) if f.name in saved}))
     if not (args.critic_model or args.critics):
-        models |= {"critic_model": (args.agents or [args.agent_model])[0]}
+        args.critic_model = (args.agents or [args.agent_model])[0]
+    models = {name: getattr(args, name) for name in ("agent_model", "agents", "critic_model", "critics")}
     tokenizer = [common.AutoTokenizer.from_pretrained(name) for name in args.agents or []] or None
     wandb_config = {"project": args.wandb_project, "entity": args.wandb_entity} if args.track else None
     outputs = {"output_dir": args.output_dir, "wandb_config": wandb_config}
-    MAACTrainer(**models, tokenizer=tokenizer, args=args, **outputs, **load_task(args)).train(args.resume)
+    trainer = MAACTrainer(**models, tokenizer=tokenizer, args=args, **outputs, **load_task(args))
+    try:
+        trainer.train(args.resume)
+    except KeyboardInterrupt:
+        sys.exit(130)  # what is to be known of it was printed already
 
 
 if __name__ == "__main__":
