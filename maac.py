@@ -316,6 +316,7 @@ def explained_variance(values: Tensor, targets: Tensor) -> list[float]:
 
 # Where a run stands: epoch and row in it, items, joint answers and updates done, env_step of the last logged row, ...
 POSITION = ("epoch", "row", "batches", "env_step", "updates", "logged_step", "truncated", "run_id")
+LOADING = ("model_kwargs", "critic_model_kwargs", "tokenizer_kwargs", "critic_value_head_hidden_dim")  # model_config
 MAY_CHANGE = {"num_train_epochs", "checkpoint_interval"}  # between a run and its resumption
 
 
@@ -355,25 +356,22 @@ class MAACTrainer:
         self.metrics_callback, self.external_transition = metrics_callback or (lambda episode: {}), external_transition
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.wandb_config, self.output_dir = wandb_config, output_dir
-        functions = {f"formatters[{i}]": formatter for i, formatter in enumerate(self.formatters)}
-        functions |= {"reward_func": reward_func, "reward_processor": self.reward_processor}
-        functions |= {"metrics_callback": self.metrics_callback, "external_transition": external_transition or len}
-        known = {"model_kwargs", "critic_model_kwargs", "tokenizer_kwargs", "critic_value_head_hidden_dim"}
-        hidden_dim = options.get("critic_value_head_hidden_dim") if isinstance(options, Mapping) else None
+        if not isinstance(options, Mapping) or set(options) - set(LOADING):
+            raise ValueError(f"model_config must be a dict with keys among {LOADING}, got {options!r:.200}")
+        kinds = {"reward_func": (reward_func, Callable), "reward_processor": (self.reward_processor, Callable)}
+        kinds |= {"external_transition": (external_transition or len, Callable)}
+        kinds |= {"metrics_callback": (self.metrics_callback, Callable), "wandb_config": (wandb_config or {}, Mapping)}
+        kinds |= {f"formatters[{i}]": (formatter, Callable) for i, formatter in enumerate(self.formatters)}
+        kinds |= {f"model_config[{name!r}]": (options[name], Mapping) for name in options if name in LOADING[:3]}
+        for name, (x, kind) in kinds.items():
+            if not isinstance(x, kind):
+                raise ValueError(f"{name} must be a {kind.__name__}, got {x!r:.200}")
+        for name, x in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+            if isinstance(x, Mapping) or not (x is None or hasattr(x, "__getitem__") or hasattr(x, "__iter__")):
+                raise ValueError(f"{name} must be a list of dicts or the like, one for each row; got {x!r:.200}")
+        hidden_dim = options.get("critic_value_head_hidden_dim")
         if hidden_dim is not None and (type(hidden_dim) is not int or hidden_dim < 1):
             raise ValueError(f"critic_value_head_hidden_dim={hidden_dim!r} must be a width or None")
-        if not isinstance(options, Mapping) or options.keys() - known:
-            raise ValueError(f"model_config must be a dict with keys among {sorted(known)}, got {options!r:.200}")
-        kwargs = {f"model_config[{name!r}]": x for name, x in options.items() if name.endswith("_kwargs")}
-        dicts = {"wandb_config": wandb_config or {}, **kwargs}
-        datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        wrong = {name: x for name, x in functions.items() if not callable(x)}
-        wrong |= {name: x for name, x in dicts.items() if not isinstance(x, Mapping)}
-        for name, x in datasets.items():
-            if isinstance(x, Mapping) or not (x is None or hasattr(x, "__getitem__") or hasattr(x, "__iter__")):
-                wrong[name] = x
-        if wrong:
-            raise ValueError(f"of a wrong kind: {', '.join(f'{name}={x!r:.200}' for name, x in wrong.items())}")
         if args.num_turns > 1 and external_transition is None:
             raise ValueError(f"external_transition is required with num_turns={args.num_turns}")
 
