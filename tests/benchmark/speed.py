@@ -446,11 +446,11 @@ def main():
     groups = {"acceptance": ACCEPTANCE, "growth": ["growth/*"], "all": ["*"]}
     patterns = [pattern for name in args.cases for pattern in groups.get(name, [name])]
     cases = [case for case in all_cases() if any(fnmatch.fnmatch(case.name, pattern) for pattern in patterns)]
+    if not cases:
+        parser.error("there is no such case, see --list")
     if any(case.model == "smollm2" for case in cases) and not (TESTS / "smollm2").exists():
         print("skipped: all cases on SmolLM2, as tests/smollm2 is missing (python tests/fetch_smollm2.py makes it)")
         cases = [case for case in cases if case.model != "smollm2"]
-    if not cases:
-        parser.error("there is no such case, see --list")
     if args.samples:
         cases = [replace(case, updates=math.ceil(args.samples / case.buffer)) for case in cases]
     if args.sides:
@@ -462,6 +462,8 @@ def main():
     runs = []
     for repeat, case, side in order:
         runs += [{"repeat": repeat} | row for row in run_side(case, side, python[side], args.threads)]
+    if not runs:
+        return sys.exit("nothing was measured")
     result = {"about": describe(args.threads), "medians": medians(runs), "ratios": ratios(runs)}
     result["growth"] = growth(result["medians"], cases)
     print("\n" + "\n".join(f"{name}: {x}" for name, x in result["about"].items()) + "\n")
