@@ -405,7 +405,7 @@ class IACTrainer:
             parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
             if not parameters:
                 raise ValueError(f"{name} have no weights that train, requires_grad is False for all")
-            return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+            return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0, fused=True)
 
         heads = [[] if separate else [self.critics[i].value_head] for i in range(N)]  # one optimiser for both
         self.agent_optimizers = [adamw("agents", args.agent_learning_rate, self.agents[i], *heads[i]) for i in range(N)]

@@ -400,7 +400,7 @@ class MAACTrainer:
             parameters = [p for p in module.parameters() if p.requires_grad]
             if not parameters:
                 raise ValueError(f"{name} have no weights that train, requires_grad is False for all")
-            return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+            return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0, fused=True)
 
         self.agent_optimizers = [adamw("agents", args.agent_learning_rate, agent) for agent in self.agents]
         self.critic_optimizers = [adamw("critics", args.critic_learning_rate, x) for x in self.critics]
