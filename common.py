@@ -63,7 +63,9 @@ def resolve_tokenizers(tokenizer: Any, agent_model: Any, count: int, options: di
         tokenizer = AutoTokenizer.from_pretrained(agent_model, **options)
     tokenizers = list(tokenizer) if isinstance(tokenizer, list | tuple) else [tokenizer] * count
     if len(tokenizers) != count or not all(hasattr(x, "decode") for x in tokenizers):
-        raise ValueError(f"tokenizer, required unless agent_model is a name, must be one or {count}; got {tokenizer!r}")
+        raise ValueError(
+            f"tokenizer, required unless agent_model is a name, must be one or {count}; got {tokenizer!r:.99}"
+        )
     return tokenizers
 
 

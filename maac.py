@@ -320,6 +320,18 @@ LOADING = ("model_kwargs", "critic_model_kwargs", "tokenizer_kwargs", "critic_va
 MAY_CHANGE = {"num_train_epochs", "checkpoint_interval"}  # between a run and its resumption
 
 
+def read_settings(run: str) -> dict[str, Any]:
+    """The config.json in the folder of a run; ValueError if it is not one of this file's."""
+    try:
+        with open(os.path.join(run, "config.json")) as file:
+            settings = json.load(file)
+        if settings["algorithm"] == "maac":
+            return settings
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{run} holds no run of maac.py that could be resumed")
+
+
 class MAACTrainer:
     """Trains N agents with one critic for all; whatever does not fit together is refused with a ValueError."""
 
@@ -412,6 +424,7 @@ class MAACTrainer:
         self.seconds: dict[str, float] = defaultdict(float)  # spent on what since the last logged row
         for name in POSITION:
             setattr(self, name, 0)
+        self.settings = {"algorithm": "maac"} | {f.name: getattr(args, f.name) for f in fields(MAACConfig)}
         self.run_id, self.logged_at, self.tracker = os.urandom(4).hex(), time.perf_counter(), None
         self.running = self.updating = self.stopping = False  # a run has begun; weights are on the move; Ctrl-C came
         self.mark()
@@ -671,7 +684,7 @@ class MAACTrainer:
     def save_checkpoint(self, path: str) -> None:
         """Write all that changes in training, for `train(resume_from=...)` to go on as if nothing had happened."""
         state = self.state | {
-            "settings": {f.name: getattr(self.args, f.name) for f in fields(MAACConfig)},
+            "settings": self.settings,
             "weights": [x.state_dict() for x in self.learners],
             "buffers": [[asdict(s) for s in buffer] for buffer in self.state["buffers"]],
         }
@@ -683,13 +696,16 @@ class MAACTrainer:
         except Exception as error:
             raise OSError(f"{file} could not be written, an earlier one is still whole: {error}") from error
 
+    def refuse_other(self, settings: dict[str, Any], path: str) -> None:
+        """ValueError unless the settings of the run in `path` are those of this trainer, apart from MAY_CHANGE."""
+        for name in self.settings.keys() - MAY_CHANGE:
+            if settings.get(name) != self.settings[name]:
+                raise ValueError(f"{path} is of a run with {name}={settings.get(name)!r}")
+
     def load_checkpoint(self, path: str) -> None:
         """Take up the state that `save_checkpoint` wrote."""
         self.state = state = torch.load(os.path.join(path, "state.pt"), map_location="cpu", weights_only=True)
-        settings = {f.name: getattr(self.args, f.name) for f in fields(MAACConfig)}
-        for name in (settings.keys() | state["settings"].keys()) - MAY_CHANGE:
-            if settings.get(name) != state["settings"].get(name):
-                raise ValueError(f"{path} is of a run with {name}={state['settings'].get(name)!r}")
+        self.refuse_other(state["settings"], path)
         for name in POSITION:
             setattr(self, name, state[name])
         for x, saved in zip(self.learners, state["weights"], strict=True):
@@ -698,7 +714,9 @@ class MAACTrainer:
             x.set_state(saved)
         random.setstate(state["random"][0]), np.random.set_state(state["random"][1])
         self.buffers = [[RolloutSample(**s) for s in buffer] for buffer in state["buffers"]]
-        self.metrics.update(state["metrics"])
+        self.metrics = defaultdict(list, state["metrics"])
+        for optimizer in (*self.agent_optimizers, *self.critic_optimizers):
+            optimizer.zero_grad()
 
     def start_run(self, resume_from: str | None) -> None:
         """Make a new folder for the run, or take up a run in its own folder; start the W&B run."""
@@ -708,25 +726,30 @@ class MAACTrainer:
         if hasattr(self.train_dataset, "__len__"):  # a bad row shows now, not after hours
             for row, item in enumerate(common.iterate(self.train_dataset)):
                 self.turn_prompts(item, 0, [], f"row {row}, turn 1")
-        if resume_from and os.path.exists(os.path.join(resume_from, "metrics.jsonl")):
+        if resume_from and not os.path.exists(os.path.join(resume_from, "state.pt")):
             self.output_dir = resume_from  # the folder of a run, which goes on in it, from the start if it has to
+            self.refuse_other(read_settings(resume_from), resume_from)
             if os.path.exists(os.path.join(resume_from, "checkpoint", "state.pt")):
                 self.load_checkpoint(os.path.join(resume_from, "checkpoint"))
-            for name in ("metrics.jsonl", "completions.jsonl"):  # what was logged after the checkpoint comes again
-                with open(os.path.join(resume_from, name), "a") as file:
-                    file.truncate(self.state["sizes"].get(name, 0))
+            elif self.running:
+                raise ValueError(f"{resume_from} has no checkpoint: begin again with a new trainer")
+            sizes = self.state["sizes"]
         else:
+            sizes = {}
             if resume_from:
                 self.load_checkpoint(resume_from)
             self.output_dir = self.output_dir or os.path.join("runs", f"maac__{args.critic_type}__{args.seed}__{stamp}")
             os.makedirs(self.output_dir, exist_ok=True)
             if os.listdir(self.output_dir):
                 raise ValueError(f"output_dir={self.output_dir!r} holds files already: name a new folder or resume it")
+        for name in ("metrics.jsonl", "completions.jsonl"):  # what was logged after the checkpoint comes again
+            with open(os.path.join(self.output_dir, name), "a") as file:
+                file.truncate(sizes.get(name, 0))
         config = os.path.join(self.output_dir, "config.json")
         with open(f"{config}.new", "w") as file:
-            json.dump(asdict(args), file, indent=2)
+            json.dump({"algorithm": "maac"} | asdict(args), file, indent=2)
         os.replace(f"{config}.new", config)
-        self.running = True
+        self.running, self.stopping = True, False
         if self.wandb_config is not None:
             import wandb  # takes a second, and few runs need it
 
@@ -864,10 +887,8 @@ def main() -> None:
     default = Args(**({} if flags & {"--agent-model", "--agents"} else DEMO))
     default.train_batch_size = None  # to be derived from the buffer size of the command line
     args = tyro.cli(Args, default=default)
-    config = os.path.join(args.resume or "", "config.json")
-    if args.resume and os.path.exists(config):  # the run's own settings, unless they are given again
-        with open(config) as file:
-            saved = json.load(file)
+    if args.resume and not os.path.exists(os.path.join(args.resume, "state.pt")):
+        saved = read_settings(args.resume)  # the run's own settings hold, unless they are given again
         args = tyro.cli(Args, default=Args(**{f.name: saved[f.name] for f in fields(Args) if f.name in saved}))
     if not (args.critic_model or args.critics):
         args.critic_model = (args.agents or [args.agent_model])[0]
