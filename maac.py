@@ -424,7 +424,6 @@ class MAACTrainer:
         self.seconds: dict[str, float] = defaultdict(float)  # spent on what since the last logged row
         for name in POSITION:
             setattr(self, name, 0)
-        self.settings = {"algorithm": "maac"} | {f.name: getattr(args, f.name) for f in fields(MAACConfig)}
         self.run_id, self.logged_at, self.tracker = os.urandom(4).hex(), time.perf_counter(), None
         self.running = self.updating = self.stopping = False  # a run has begun; weights are on the move; Ctrl-C came
         self.mark()
@@ -696,10 +695,15 @@ class MAACTrainer:
         except Exception as error:
             raise OSError(f"{file} could not be written, an earlier one is still whole: {error}") from error
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What has to be the same when a run is resumed, apart from MAY_CHANGE."""
+        return {"algorithm": "maac"} | {f.name: getattr(self.args, f.name) for f in fields(MAACConfig)}
+
     def refuse_other(self, settings: dict[str, Any], path: str) -> None:
-        """ValueError unless the settings of the run in `path` are those of this trainer, apart from MAY_CHANGE."""
-        for name in self.settings.keys() - MAY_CHANGE:
-            if settings.get(name) != self.settings[name]:
+        """ValueError unless the settings of the run in `path` are those of this trainer."""
+        for name, own in self.settings.items():
+            if name not in MAY_CHANGE and settings.get(name) != own:
                 raise ValueError(f"{path} is of a run with {name}={settings.get(name)!r}")
 
     def load_checkpoint(self, path: str) -> None:
