@@ -102,7 +102,7 @@ class IACConfig:
     critic_devices: list[str] | None = None  # one for all critics or one for each
     reference_devices: list[str] | None = None  # of the reference models; None = the agents'
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the arithmetic; weights are float32 either way
-    seed: int = 1  # of sampling, shuffling and value heads
+    seed: int = 1  # of sampling, of shuffling mini-batches, of value heads
 
     def __post_init__(self) -> None:
         """Refuse bad values, naming the field; fill in what is derived."""
@@ -220,10 +220,10 @@ class Critic(nn.Module):
         self.backbone, D = backbone, backbone.config.get_text_config().hidden_size
         path = common.find_file(source, "value_head.safetensors")
         saved = load_file(path) if path else {}
-        trained = None if not saved else len(saved["0.weight"]) if len(saved) > 2 else "linear"
-        if hidden_dim and saved and hidden_dim != trained:
-            raise ValueError(f"value_head_hidden_dim={hidden_dim}: the head in {source!r} has {trained}")
-        hidden_dim = trained if isinstance(trained, int) else hidden_dim
+        trained = len(saved["0.weight"]) if len(saved) > 2 else None  # two layers have four tensors
+        if saved and hidden_dim not in (None, trained):
+            raise ValueError(f"a value head's hidden_dim={hidden_dim}: the one saved in {source!r} has {trained}")
+        hidden_dim = hidden_dim or trained
         with torch.random.fork_rng(devices=[]):  # building a trainer leaves the global random state as it was
             torch.manual_seed(seed)
             hidden = [nn.Linear(D, hidden_dim), nn.Tanh()] if hidden_dim else []
@@ -342,14 +342,14 @@ class IACTrainer:
         agent_model: str | nn.Module | None = None,  # folder or hub name, each agent loads a copy; a model if N = 1
         agents: Sequence[str | nn.Module] | None = None,  # instead: one for each agent
         critic_model: str | nn.Module | None = None,  # the same for critics; one model serves all agents
-        critics: Sequence[str | nn.Module] | None = None,
+        critics: Sequence[str | nn.Module] | None = None,  # instead: one for each critic
         tokenizer: Any = None,  # one, or a list with one for each agent; by default the one of the name agent_model
         reward_func: Callable | None = None,  # see call_reward and read_rewards
         reward_processor: Callable[[float], float] | None = None,  # applied to every reward
         formatters: Callable | Sequence[Callable] | None = None,  # item -> prompt, one or one for each agent
         args: IACConfig | None = None,
         train_dataset: Any = None,  # dicts: a list, a Hugging Face Dataset, any iterable
-        eval_dataset: Any = None,
+        eval_dataset: Any = None,  # the same, for evaluate()
         model_config: dict[str, Any] | None = None,  # model_kwargs, critic_model_kwargs, tokenizer_kwargs
         wandb_config: dict[str, Any] | None = None,  # arguments of wandb.init
         metrics_callback: Callable | None = None,  # an item's RolloutSamples -> dict of further metrics
@@ -532,7 +532,8 @@ class IACTrainer:
                 raw = read_rewards(call_reward(self.reward_func, texts, prompts, items[e]), N, G, where[e])
                 processed = [[self.reward_processor(reward) for reward in row] for row in raw]
                 for own, row in zip(joint, read_rewards(processed, N, G, f"{where[e]}, reward_processor"), strict=True):
-                    for s, s.reward in zip(own, row, strict=True):
+                    for s, reward in zip(own, row, strict=True):
+                        s.reward = reward
                         episodes[e].append(s)
             if train:
                 self.appraise(samples)
@@ -654,9 +655,11 @@ class IACTrainer:
     def report(self) -> None:
         """Where it is due, evaluate, and write a row with that and the means of the metrics since the last one."""
         args, ended = self.args, self.epoch == self.args.num_train_epochs
-        updated = self.batches > 0 and not self.buffers[0]
+        updated = self.batches > 0 and not self.buffers[0]  # they are empty after an update
         evaluate = args.eval_interval and (ended or self.batches % args.eval_interval == 0)
         row = self.evaluate() if evaluate else {}
+        for name in [name for name in row if name.endswith("/reward_mean") and "turn" in name]:
+            tqdm.write(f"  env_step {self.env_step}: {name} {row[name]:.3f}")
         if updated and (ended or self.env_step - self.logged_step >= args.logging_steps):
             row |= {name: sum(values) / len(values) for name, values in self.metrics.items() if values}
             steps, seconds = self.env_step - self.logged_step, time.perf_counter() - self.logged_at
@@ -813,10 +816,8 @@ class IACTrainer:
         saved_at, checkpoint = self.updates, os.path.join(self.output_dir, "checkpoint")
         length = len(self.train_dataset) * args.num_train_epochs if hasattr(self.train_dataset, "__len__") else None
         bar = tqdm(total=length, initial=self.batches, unit="item")
-        self.logged_at, in_main = (
-            time.perf_counter(),
-            threading.current_thread() is threading.main_thread(),
-        )  # no other one may handle signals
+        self.logged_at = time.perf_counter()
+        in_main = threading.current_thread() is threading.main_thread()  # no other one may handle signals
         handlers = {s: signal.signal(s, self.interrupt) for s in (signal.SIGINT, signal.SIGTERM) if in_main}
         try:
             self.mark()
@@ -853,10 +854,12 @@ class IACTrainer:
                 self.report()
             self.save_checkpoint(checkpoint)
             self.save_model(os.path.join(self.output_dir, "model"))
+            tqdm.write(f"The trained models are in {os.path.join(self.output_dir, 'model')}.")
         except BaseException:
             if self.state["batches"] and not self.updating:  # in the middle of an update there is nothing to go on from
                 self.save_checkpoint(checkpoint)
-            tqdm.write(f"The run stopped; --resume {self.output_dir} goes on from its last checkpoint.")
+            start = "its last checkpoint" if os.path.exists(os.path.join(checkpoint, "state.pt")) else "its beginning"
+            tqdm.write(f"The run stopped; --resume {self.output_dir} goes on from {start}.")
             raise
         finally:
             for signum, handler in handlers.items():
