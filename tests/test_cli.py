@@ -191,6 +191,6 @@ def test_the_readme_task_runs_and_its_metrics_are_defined(tmp_path):
 def test_names_in_the_readme_exist():
     text = (ROOT / "README.md").read_text()
     names = {field.name for field in fields(iac.Args)}
-    settings = text[text.index("## Settings") : text.index("## How it relates")]
+    settings = text[text.index("## Settings") : text.index("## I want to change")]
     for name in re.findall(r"`([a-z_]+)`", settings):
         assert name in names | {"bfloat16"}, name
