@@ -171,6 +171,7 @@ def test_help_and_config_json_show_the_values_in_force(file, own_model, tmp_path
     )
     assert trained.returncode == 0, trained.stderr[-2000:]
     config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config.pop("algorithm") == file.__name__
     assert set(config) == {field.name for field in fields(file.Args)}
     assert set(defaults) == {name.replace("_", "-") for name in config}
     for name in set(config) - {"num_train_epochs", "task", "output_dir", "agent_model"}:
