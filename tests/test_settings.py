@@ -174,7 +174,7 @@ def test_help_and_config_json_show_the_values_in_force(file, own_model, tmp_path
     assert config.pop("algorithm") == file.__name__
     assert set(config) == {field.name for field in fields(file.Args)}
     assert set(defaults) == {name.replace("_", "-") for name in config}
-    for name in set(config) - {"num_train_epochs", "task", "output_dir", "agent_model"}:
+    for name in set(config) - {"num_train_epochs", "task", "output_dir", "agent_model", "critic_model"}:
         shown_value = defaults[name.replace("_", "-")]
         if name == "train_batch_size":  # derived
             assert shown_value == "None" and config[name] == config["rollout_buffer_size"]
