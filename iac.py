@@ -315,6 +315,7 @@ def explained_variance(values: Tensor, targets: Tensor) -> list[float]:
 # ------------------------------------------------------------------------------------------------------ 6 trainer
 
 
+ALGORITHM = "iac"  # names the folders of runs, and tells one file's runs from the other's
 # Where a run stands: epoch and row in it, items, joint answers and updates done, env_step of the last logged row, ...
 POSITION = ("epoch", "row", "batches", "env_step", "updates", "logged_step", "truncated", "run_id")
 LOADING = ("model_kwargs", "critic_model_kwargs", "tokenizer_kwargs")  # the keys of model_config
@@ -326,11 +327,11 @@ def read_settings(run: str) -> dict[str, Any]:
     try:
         with open(os.path.join(run, "config.json")) as file:
             settings = json.load(file)
-        if settings["algorithm"] == "iac":
+        if settings["algorithm"] == ALGORITHM:
             return settings
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"{run} holds no run of iac.py that could be resumed")
+    raise ValueError(f"{run} holds no run of {ALGORITHM}.py that could be resumed")
 
 
 class IACTrainer:
@@ -375,7 +376,7 @@ class IACTrainer:
         kinds |= {"external_transition": (external_transition or len, Callable)}
         kinds |= {"metrics_callback": (self.metrics_callback, Callable), "wandb_config": (wandb_config or {}, Mapping)}
         kinds |= {f"formatters[{i}]": (formatter, Callable) for i, formatter in enumerate(self.formatters)}
-        kinds |= {f"model_config[{name!r}]": (options[name], Mapping) for name in options if name in LOADING}
+        kinds |= {f"model_config[{name!r}]": (options[name], Mapping) for name in options if name.endswith("_kwargs")}
         for name, (x, kind) in kinds.items():
             if not isinstance(x, kind):
                 raise ValueError(f"{name} must be a {kind.__name__}, got {x!r:.200}")
@@ -658,8 +659,9 @@ class IACTrainer:
         updated = self.batches > 0 and not self.buffers[0]  # they are empty after an update
         evaluate = args.eval_interval and (ended or self.batches % args.eval_interval == 0)
         row = self.evaluate() if evaluate else {}
-        for name in [name for name in row if name.endswith("/reward_mean") and "turn" in name]:
-            tqdm.write(f"  env_step {self.env_step}: {name} {row[name]:.3f}")
+        for name, value in row.items():
+            if "turn" in name and name.endswith("/reward_mean"):
+                tqdm.write(f"  env_step {self.env_step}: {name} {value:.3f}")
         if updated and (ended or self.env_step - self.logged_step >= args.logging_steps):
             row |= {name: sum(values) / len(values) for name, values in self.metrics.items() if values}
             steps, seconds = self.env_step - self.logged_step, time.perf_counter() - self.logged_at
@@ -718,7 +720,7 @@ class IACTrainer:
     @property
     def settings(self) -> dict[str, Any]:
         """What has to be the same when a run is resumed, apart from MAY_CHANGE."""
-        return {"algorithm": "iac"} | {f.name: getattr(self.args, f.name) for f in fields(IACConfig)}
+        return {"algorithm": ALGORITHM} | {f.name: getattr(self.args, f.name) for f in fields(IACConfig)}
 
     def refuse_other(self, settings: dict[str, Any], path: str) -> None:
         """ValueError unless the settings of the run in `path` are those of this trainer."""
@@ -762,7 +764,7 @@ class IACTrainer:
             sizes = {}
             if resume_from:
                 self.load_checkpoint(resume_from)
-            self.output_dir = self.output_dir or os.path.join("runs", f"iac__{args.critic_type}__{args.seed}__{stamp}")
+            self.output_dir = self.output_dir or f"runs/{ALGORITHM}__{args.critic_type}__{args.seed}__{stamp}"
             os.makedirs(self.output_dir, exist_ok=True)
             if os.listdir(self.output_dir):
                 raise ValueError(f"output_dir={self.output_dir!r} holds files already: name a new folder or resume it")
@@ -771,7 +773,7 @@ class IACTrainer:
                 file.truncate(sizes.get(name, 0))
         config = os.path.join(self.output_dir, "config.json")
         with open(f"{config}.new", "w") as file:
-            json.dump({"algorithm": "iac"} | asdict(args), file, indent=2)
+            json.dump({"algorithm": ALGORITHM} | asdict(args), file, indent=2)
         os.replace(f"{config}.new", config)
         self.running, self.stopping = True, False
         if self.wandb_config is not None:

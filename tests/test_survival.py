@@ -549,33 +549,34 @@ def go_on_from(trainer, elsewhere, folder, number):
     trainer.train(elsewhere)
 
 
+def stopped_by_an_error(variant, folder, number, name):
+    """A trainer whose run ended in an error of the number-th call of that method, which works again."""
+    trainer = make(variant, folder)
+    untroubled = getattr(trainer, name)
+    at(number, trainer, name, lambda *_: 1 / 0, before=True)
+    seed_everything(5)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    setattr(trainer, name, untroubled)
+    return trainer
+
+
 @pytest.mark.parametrize(
     ("variant", "number", "name"),
     [("iac-v", 6, "add_metrics"), ("iac-q-shared", 6, "optimizer_step"), ("maac-q", 11, "optimizer_step")],
 )
 def test_the_same_trainer_can_go_on_after_an_error(variant, number, name, whole, tmp_path):
     """As in a notebook: mend what was wrong, and call train(resume_from=...) again."""
-    trainer, run = make(variant, tmp_path / "run"), tmp_path / "run"
-    untroubled = getattr(trainer, name)
-    at(number, trainer, name, lambda *_: 1 / 0, before=True)
-    seed_everything(5)
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    setattr(trainer, name, untroubled)
-    trainer.train(resume_from=str(run))
+    run = tmp_path / "run"
+    stopped_by_an_error(variant, run, number, name).train(resume_from=str(run))
     assert_same_end(run, whole(variant)[0])
 
 
 @pytest.mark.parametrize(("variant", "number", "name"), [("iac-v", 5, "optimizer_step"), ("maac-q", 1, "appraise")])
 def test_the_same_trainer_begins_again_as_a_new_one_or_not_at_all(variant, number, name, whole, tmp_path):
     """Its run stopped before there was a checkpoint, and it has drawn, or stepped too, since it was made."""
-    trainer, run = make(variant, tmp_path / "run"), tmp_path / "run"
-    untroubled = getattr(trainer, name)
-    at(number, trainer, name, lambda *_: 1 / 0, before=True)
-    seed_everything(5)
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    setattr(trainer, name, untroubled)
+    run = tmp_path / "run"
+    trainer = stopped_by_an_error(variant, run, number, name)
     seed_everything(5)
     try:
         trainer.train(resume_from=str(run))
