@@ -147,20 +147,21 @@ def check_vocabulary(name: str, model: nn.Module, source: Any, tokenizer: Any) -
         raise ValueError(f"{name} comes with the tokenizer {source!r}, but is to read the ids of {given!r}")
 
 
-def encode(tokenizer: Any, text: str, where: str, chat_template: bool = False) -> list[int]:
-    """Token ids of a prompt, with one begin token if the tokenizer adds one, also where a template wrote it already.
+def encode(tokenizer: Any, texts: Sequence[str], where: list[str], chat_template: bool = False) -> list[list[int]]:
+    """Token ids of prompts, with one begin token if the tokenizer adds one, also where a template wrote it already.
 
     An end token that some tokenizers append is left out, as the model is to go on from here. No ids: ValueError.
     """
     if chat_template:
-        chat = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    ids, begin = tokenizer(text, add_special_tokens=False, verbose=False).input_ids, tokenizer.bos_token_id
-    adds_begin = begin is not None and tokenizer(text, verbose=False).input_ids[:1] == [begin]
-    ids = [begin, *ids] if adds_begin and ids[:1] != [begin] else ids
-    if not ids:
-        raise ValueError(f"{where}: there are no tokens in {text!r}")
-    return ids
+        chats, options = [[{"role": "user", "content": text}] for text in texts], {"add_generation_prompt": True}
+        texts = [tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in chats]
+    rows, begin = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids, tokenizer.bos_token_id
+    adds_begin = begin is not None and tokenizer("a").input_ids[:1] == [begin]
+    rows = [[begin, *ids] if adds_begin and ids[:1] != [begin] else ids for ids in rows]
+    if not all(rows):
+        empty = rows.index([])
+        raise ValueError(f"{where[empty]}: there are no tokens in {texts[empty]!r}")
+    return rows
 
 
 def max_positions(model: nn.Module) -> int:

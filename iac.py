@@ -514,11 +514,13 @@ class IACTrainer:
         for turn in range(args.num_turns):
             where = [f"row {first_row + e}, turn {turn + 1}" for e in range(len(items))]
             samples: list[list[RolloutSample]] = [[] for _ in range(N)]  # [N][B]
-            for e in active:
-                for i, prompt in enumerate(self.turn_prompts(items[e], turn, episodes[e], where[e])):
-                    ids = common.encode(self.tokenizers[i], prompt, f"{where[e]}, agent {i}", args.chat_template)
-                    kept = common.keep_end(ids, self.prompt_limits[i], self.tokenizers[i])
-                    self.truncated += train and len(kept) < len(ids)
+            prompts = [self.turn_prompts(items[e], turn, episodes[e], where[e]) for e in active]  # [items][N]
+            for i, own in enumerate(zip(*prompts, strict=True)):
+                places = [f"{where[e]}, agent {i}" for e in active]
+                ids = common.encode(self.tokenizers[i], own, places, args.chat_template)
+                for e, prompt, row in zip(active, own, ids, strict=True):
+                    kept = common.keep_end(row, self.prompt_limits[i], self.tokenizers[i])
+                    self.truncated += train and len(kept) < len(row)
                     samples[i] += [RolloutSample(i, first_row + e, turn, g, items[e], prompt, kept) for g in range(G)]
             prompt_ids = [[s.prompt_ids for s in own] for own in samples]
             ids = common.generate_all(self.agents, prompt_ids, self.stops, generators, self.agent_devices, sampling)

@@ -478,12 +478,12 @@ class MAACTrainer:
         """Fill in critic_ids, reference_kl and old_value of samples [N][B], by the weights they were drawn with."""
         critic, limit, tokenizer = self.critics[0], common.max_positions(self.critics[0].backbone), self.tokenizers[0]
         joints = list(zip(*samples, strict=True))  # [B][N]: the samples of each joint answer
-        for joint in joints:
-            answers = [s.completion for s in joint] if self.args.critic_type == "q" else []
-            text, where = critic_text([s.prompt for s in joint], answers), f"row {joint[0].row}, critic"
-            ids = common.keep_end(common.encode(tokenizer, text, where), limit, tokenizer)
+        answers = [[s.completion for s in joint] if self.args.critic_type == "q" else [] for joint in joints]
+        texts = [critic_text([s.prompt for s in joint], said) for joint, said in zip(joints, answers, strict=True)]
+        rows = common.encode(tokenizer, texts, [f"row {joint[0].row}, critic" for joint in joints])
+        for joint, ids in zip(joints, rows, strict=True):
             for s in joint:
-                s.critic_ids = ids
+                s.critic_ids = common.keep_end(ids, limit, tokenizer)
         for i, own in enumerate(samples if self.references else []):
             for batch in self.micro_batches(own):
                 logprobs, mask = self.score(self.agents[i], batch)
@@ -505,11 +505,13 @@ class MAACTrainer:
         for turn in range(args.num_turns):
             where = [f"row {first_row + e}, turn {turn + 1}" for e in range(len(items))]
             samples: list[list[RolloutSample]] = [[] for _ in range(N)]  # [N][B]
-            for e in active:
-                for i, prompt in enumerate(self.turn_prompts(items[e], turn, episodes[e], where[e])):
-                    ids = common.encode(self.tokenizers[i], prompt, f"{where[e]}, agent {i}", args.chat_template)
-                    kept = common.keep_end(ids, self.prompt_limits[i], self.tokenizers[i])
-                    self.truncated += train and len(kept) < len(ids)
+            prompts = [self.turn_prompts(items[e], turn, episodes[e], where[e]) for e in active]  # [items][N]
+            for i, own in enumerate(zip(*prompts, strict=True)):
+                places = [f"{where[e]}, agent {i}" for e in active]
+                ids = common.encode(self.tokenizers[i], own, places, args.chat_template)
+                for e, prompt, row in zip(active, own, ids, strict=True):
+                    kept = common.keep_end(row, self.prompt_limits[i], self.tokenizers[i])
+                    self.truncated += train and len(kept) < len(row)
                     samples[i] += [RolloutSample(i, first_row + e, turn, g, items[e], prompt, kept) for g in range(G)]
             prompt_ids = [[s.prompt_ids for s in own] for own in samples]
             ids = common.generate_all(self.agents, prompt_ids, self.stops, generators, self.agent_devices, sampling)
