@@ -226,7 +226,7 @@ def prepare_floor(case, dtype, folder):
 
     pairs = [torch.nn.ModuleList(pair) for pair in zip(agents if shared else critics, heads, strict=True)]
     agent_optimizers, critic_optimizers = (
-        [torch.optim.AdamW(x.parameters(), lr=LEARNING_RATE, weight_decay=0.0) for x in modules]
+        [torch.optim.AdamW(x.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True) for x in modules]
         for modules in ((pairs, []) if shared else (agents, pairs))
     )
 
