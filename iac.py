@@ -316,8 +316,8 @@ def explained_variance(values: Tensor, targets: Tensor) -> list[float]:
 
 
 ALGORITHM = "iac"  # names the folders of runs, and tells one file's runs from the other's
-# Where a run stands: epoch and row in it, items, joint answers and updates done, env_step of the last logged row, ...
-POSITION = ("epoch", "row", "batches", "env_step", "updates", "logged_step", "truncated", "run_id")
+# Where a run stands: epoch, next row in it, items, joint answers and updates done, env_step of the last logged row, ...
+POSITION = ("epoch", "row", "items_done", "env_step", "updates", "logged_step", "truncated", "run_id")
 LOADING = ("model_kwargs", "critic_model_kwargs", "tokenizer_kwargs")  # the keys of model_config
 MAY_CHANGE = {"num_train_epochs", "checkpoint_interval"}  # between a run and its resumption
 
@@ -424,16 +424,16 @@ class IACTrainer:
         self.agent_optimizers = [adamw("agents", args.agent_learning_rate, self.agents[i], *heads[i]) for i in range(N)]
         self.critic_optimizers = [adamw("critics", args.critic_learning_rate, x) for x in self.critics if separate]
         self.generators, self.shuffle = self.new_generators(args.seed), torch.Generator().manual_seed(args.seed)
-        self.learners = [*self.agents, *self.critics, *self.agent_optimizers, *self.critic_optimizers]
-        self.draws = [*self.generators, self.shuffle, torch.default_generator]
+        # of all these a checkpoint keeps the state
+        self.stateful = [*self.agents, *self.critics, *self.agent_optimizers, *self.critic_optimizers]
+        self.all_generators = [*self.generators, self.shuffle, torch.default_generator]
         self.buffers: list[list[RolloutSample]] = [[] for _ in range(N)]
         self.metrics: dict[str, list[float]] = defaultdict(list)  # values to average in the next logged row
         self.seconds: dict[str, float] = defaultdict(float)  # spent on what since the last logged row
-        for name in POSITION:
-            setattr(self, name, 0)
+        self.epoch = self.row = self.items_done = self.env_step = self.updates = self.logged_step = self.truncated = 0
         self.run_id, self.logged_at, self.tracker = os.urandom(4).hex(), time.perf_counter(), None
         self.running = self.updating = self.stopping = False  # a run has begun; weights are on the move; Ctrl-C came
-        self.mark()
+        self.snapshot()
 
     def new_generators(self, seed: int) -> list[torch.Generator]:
         """A sampling generator for each agent."""
@@ -658,8 +658,8 @@ class IACTrainer:
     def report(self) -> None:
         """Where it is due, evaluate, and write a row with that and the means of the metrics since the last one."""
         args, ended = self.args, self.epoch == self.args.num_train_epochs
-        updated = self.batches > 0 and not self.buffers[0]  # they are empty after an update
-        evaluate = args.eval_interval and (ended or self.batches % args.eval_interval == 0)
+        updated = self.items_done > 0 and not self.buffers[0]  # they are empty after an update
+        evaluate = args.eval_interval and (ended or self.items_done % args.eval_interval == 0)
         row = self.evaluate() if evaluate else {}
         for name, value in row.items():
             if "turn" in name and name.endswith("/reward_mean"):
@@ -691,12 +691,12 @@ class IACTrainer:
         shutil.rmtree(path, ignore_errors=True)
         os.rename(new, path)
 
-    def mark(self) -> None:
+    def snapshot(self) -> None:
         """Note where the run stands between two batches: what a checkpoint holds beside the weights."""
         files = [os.path.join(self.output_dir, name) for name in ("metrics.jsonl", "completions.jsonl") if self.running]
         _, keys, *others = np.random.get_state()
         self.state = {name: getattr(self, name) for name in POSITION} | {
-            "generators": [x.get_state() for x in self.draws],
+            "generators": [x.get_state() for x in self.all_generators],
             "random": (random.getstate(), ("MT19937", keys.tolist(), *others)),  # the user's functions may draw
             "buffers": [list(buffer) for buffer in self.buffers],
             "metrics": {name: list(values) for name, values in self.metrics.items()},
@@ -708,7 +708,7 @@ class IACTrainer:
         """Write all that changes in training, for `train(resume_from=...)` to go on as if nothing had happened."""
         state = self.state | {
             "settings": self.settings,
-            "weights": [x.state_dict() for x in self.learners],
+            "weights": [x.state_dict() for x in self.stateful],
             "buffers": [[asdict(s) for s in buffer] for buffer in self.state["buffers"]],
         }
         file = os.path.join(path, "state.pt")
@@ -736,9 +736,9 @@ class IACTrainer:
         self.refuse_other(state["settings"], path)
         for name in POSITION:
             setattr(self, name, state[name])
-        for x, saved in zip(self.learners, state["weights"], strict=True):
+        for x, saved in zip(self.stateful, state["weights"], strict=True):
             x.load_state_dict(saved)
-        for x, saved in zip(self.draws, state["generators"], strict=True):
+        for x, saved in zip(self.all_generators, state["generators"], strict=True):
             x.set_state(saved)
         random.setstate(state["random"][0]), np.random.set_state(state["random"][1])
         self.buffers = [[RolloutSample(**s) for s in buffer] for buffer in state["buffers"]]
@@ -819,12 +819,12 @@ class IACTrainer:
         self.start_run(resume_from)
         saved_at, checkpoint = self.updates, os.path.join(self.output_dir, "checkpoint")
         length = len(self.train_dataset) * args.num_train_epochs if hasattr(self.train_dataset, "__len__") else None
-        bar = tqdm(total=length, initial=self.batches, unit="item")
+        bar = tqdm(total=length, initial=self.items_done, unit="item")
         self.logged_at = time.perf_counter()
         in_main = threading.current_thread() is threading.main_thread()  # no other one may handle signals
         handlers = {s: signal.signal(s, self.interrupt) for s in (signal.SIGINT, signal.SIGTERM) if in_main}
         try:
-            self.mark()
+            self.snapshot()
             self.report()
             for items, epoch_ends in self.item_batches():
                 started = time.perf_counter()
@@ -836,7 +836,7 @@ class IACTrainer:
                         s.item = None
                         self.buffers[s.agent_idx].append(s)
                     self.env_step += len(episode) // args.num_agents
-                    self.batches, self.row = self.batches + 1, self.row + 1
+                    self.items_done, self.row = self.items_done + 1, self.row + 1
                     bar.set_postfix(reward=f"{sum(s.reward for s in episode) / len(episode):.2f}", refresh=False)
                     bar.update()
                     if episode is not episodes[-1]:
@@ -849,7 +849,7 @@ class IACTrainer:
                         self.update(i)
                     self.updates += 1
                     self.seconds["update"] += time.perf_counter() - started
-                self.mark()
+                self.snapshot()
                 if self.stopping:
                     raise KeyboardInterrupt
                 if args.checkpoint_interval and self.updates - saved_at >= args.checkpoint_interval:
@@ -860,7 +860,7 @@ class IACTrainer:
             self.save_model(os.path.join(self.output_dir, "model"))
             tqdm.write(f"The trained models are in {os.path.join(self.output_dir, 'model')}.")
         except BaseException:
-            if self.state["batches"] and not self.updating:  # in the middle of an update there is nothing to go on from
+            if self.state["items_done"] and not self.updating:  # half an update is nothing to go on from
                 self.save_checkpoint(checkpoint)
             start = "its last checkpoint" if os.path.exists(os.path.join(checkpoint, "state.pt")) else "its beginning"
             tqdm.write(f"The run stopped; --resume {self.output_dir} goes on from {start}.")

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import fields
 
 import pytest
 import tyro
@@ -25,7 +26,7 @@ def test_every_flag_exists(file):
     """In the twin that a command is for; elsewhere in the text in one of the two."""
     mine = [command for command in COMMANDS if f"python {file.__name__}.py" in command]
     assert len(mine) >= 3
-    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README if file is iac else "\n".join(mine))) - {"--help"}:
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README if file is iac else "\n".join(mine))) - {"--help", "--check"}:
         name = flag[2:].removeprefix("no-").replace("-", "_")
         assert name in file.Args.__dataclass_fields__, flag
 
@@ -72,8 +73,24 @@ def test_settings_it_speaks_of_have_the_values_it_gives(file):
 
 
 def test_functions_named_in_it_exist():
-    table = README[README.index("## I want to change") : README.index("## How it relates")]
+    table = README[README.index("## I want to change") : README.index("## What it learns")]
     names = set(re.findall(r"`([a-zA-Z_]+)`", table))
     assert len(names) > 15
     for name in names:
         assert any(f"def {name}(" in text or re.search(rf"^class {name}\b", text, re.M) for text in SOURCES), name
+
+
+@pytest.mark.parametrize("file", [iac, maac])
+def test_the_table_of_settings_gives_every_setting_with_its_default(file):
+    table = README[README.index("| setting and default |") : README.index("On a CPU shared")]
+    given = dict(re.findall(r"`(\w+)` ([\w.+-]+)", "\n".join(re.findall(r"^\| (`.*?) \| ", table, re.M))))
+    config = next(value for name, value in vars(file).items() if name.endswith("Config"))
+    defaults = {field.name: str(field.default) for field in fields(config)}
+    assert {name: given.get(name) for name in defaults} == defaults
+    assert set(given) <= {field.name for field in fields(iac.IACConfig)}
+
+
+def test_the_code_it_shows_is_in_the_files():
+    for code in re.findall(r"```python\n(\w+ = .*?)```", README, re.S):
+        assert any(code.strip() in text for text in SOURCES), code
+    assert len(re.findall(r"```python\n(\w+ = .*?)```", README, re.S)) == 2

@@ -302,7 +302,7 @@ def test_a_run_killed_at_a_bad_moment_ends_as_if_nothing_had_happened(moment, nu
     assert fork("play", variant=variant, folder=run, trouble=moment, number=number).code == -signal.SIGKILL
     assert json.loads((run / "config.json").read_text())["num_turns"] == 2
     if (run / "checkpoint" / "state.pt").exists():
-        assert state(run)["batches"] > 0
+        assert state(run)["items_done"] > 0
     if (run / "model").exists():
         names = [{str(path.relative_to(f)) for path in (f / "model").rglob("*")} for f in (run, whole(variant)[0])]
         assert names[0] == names[1]
@@ -407,7 +407,7 @@ def test_the_command_is_killed_then_interrupted_then_ends_as_if_nothing_had_happ
         assert process.returncode == 130 and f"--resume {run}" in text, text
         assert "Traceback" not in text and "KeyboardInterrupt" not in text and not (run / "model").exists()
         done = state(run)
-        assert done["updates"] >= 3 and done["batches"] == [2, 3, 5, 6][done["updates"] - 1]
+        assert done["updates"] >= 3 and done["items_done"] == [2, 3, 5, 6][done["updates"] - 1]
         (log,) = set(run.rglob("run-*.wandb")) - {killed}
         assert killed.stem == log.stem  # run-<id>: the same W&B run
         steps = [row["_step"] for row in history(log.parent)]  # waits until the run is closed
@@ -753,7 +753,7 @@ def test_a_signal_stops_a_rollout_at_once_and_an_update_when_it_is_done(moment, 
     done = state(run)
     assert done["updates"] == {"update twice": trainer.updates}.get(moment, trainer.updates) > 0
     if moment != "update twice":  # what was completed is in the checkpoint, also what came after the periodic one
-        assert same(done["weights"], [x.state_dict() for x in trainer.learners])
+        assert same(done["weights"], [x.state_dict() for x in trainer.stateful])
     make(variant).train(resume_from=str(run))
     assert_same_end(run, whole(variant)[0])
 
