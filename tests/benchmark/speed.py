@@ -441,6 +441,8 @@ def main():
     if args.child:
         case, *others = json.loads(args.child)
         return child(Case(**case), *others)
+    import torch
+
     if args.list:
         return print("\n".join(case.name for case in all_cases()))
     groups = {"acceptance": ACCEPTANCE, "growth": ["growth/*"], "all": ["*"]}
@@ -455,6 +457,9 @@ def main():
         cases = [replace(case, updates=math.ceil(args.samples / case.buffer)) for case in cases]
     if args.sides:
         cases = [replace(case, sides=args.sides) for case in cases]
+    elif not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        print("skipped: bfloat16, which this CPU has no instructions for (--sides takes it all the same)")
+        cases = [replace(case, sides=[side for side in case.sides if "bf16" not in side]) for case in cases]
     python = dict.fromkeys((side for case in cases for side in case.sides), sys.executable)
     for side in [side for side in python if side.startswith("comlrl")]:
         python[side] = os.path.abspath(args.peer_python or make_peer(HERE / ".venv-comlrl"))
