@@ -605,9 +605,11 @@ class IACTrainer:
     def optimizer_step(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """Clip the gradient, refuse one that is not finite, step, and forget it."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = nn.utils.clip_grad_norm_(parameters, self.args.max_grad_norm or math.inf)
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if not norm.isfinite():
             raise FloatingPointError(f"{name} is {norm.item()}: no step was taken")
+        if self.args.max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
         self.metrics[name].append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
