@@ -23,6 +23,8 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -77,7 +79,8 @@ TLDR = {
     "eval_batch_size": 32,
     "checkpoint_interval": 5,
 }
-ALGORITHMS = {"IAC": SEPARATE, "MAAC": CENTRAL}
+IAC = {"IAC": SEPARATE}
+ALGORITHMS = IAC | {"MAAC": CENTRAL}
 
 
 def panel(metric, *words, x="env_step", title=None):
@@ -85,7 +88,6 @@ def panel(metric, *words, x="env_step", title=None):
     return {"metric": metric, "words": words, "x": x, "title": title or ", ".join([metric, *words])}
 
 
-BY_ALGORITHM = [panel("reward", "IAC"), panel("reward", "MAAC")]
 LEVELS = ["tldr/structure", "tldr/length", "tldr/vocabulary", "tldr/style"]
 
 STUDIES = {
@@ -118,16 +120,16 @@ STUDIES = {
         "title": "Advantage normalisation",
         "seeds": [1, 2, 3],
         "flags": SHORT,
-        "variants": crossed(ALGORITHMS, {"on": {}, "off": {"advantage_normalization": False}}),
-        "panels": BY_ALGORITHM,
+        "variants": crossed(IAC, {"on": {}, "off": {"advantage_normalization": False}}),
+        "panels": [panel("reward")],
         "reach": 0.9,
     },
     "discount": {
         "title": "Discount between two turns",
         "seeds": [1, 2, 3],
         "flags": SHORT | {"num_turns": 2} | HALF,
-        "variants": crossed(ALGORITHMS, {"discount 1": {}} | {f"discount {x}": {"discount": x} for x in (0.0, 0.5)}),
-        "panels": [panel(f"turn_{t}/reward_mean", name) for name in ("IAC", "MAAC") for t in (1, 2)],
+        "variants": crossed(IAC, {"discount 1": {}} | {f"discount {x}": {"discount": x} for x in (0.0, 0.5)}),
+        "panels": [panel(f"turn_{t}/reward_mean") for t in (1, 2)],
         "reach": 0.9,
     },
     "kl": {
@@ -135,31 +137,27 @@ STUDIES = {
         "seeds": [1, 2, 3],
         "flags": SHORT,
         "variants": crossed(
-            ALGORITHMS,
+            IAC,
             {"no penalty": {}}
             | {f"coefficient {x}": {"reference_kl_enabled": True, "reference_kl_coef": x} for x in (0.01, 0.1, 0.3)},
         ),
-        "panels": [*BY_ALGORITHM, panel("agent_0/reference_kl", "coefficient")],
+        "panels": [panel("reward"), panel("agent_0/reference_kl", "coefficient")],
         "reach": 0.9,
     },
     "temperature": {
         "title": "Temperature",
         "seeds": [1, 2, 3],
         "flags": SHORT,
-        "variants": crossed(
-            ALGORITHMS, {"temperature 1": {}} | {f"temperature {x}": {"temperature": x} for x in (0.5, 1.5)}
-        ),
-        "panels": BY_ALGORITHM,
+        "variants": crossed(IAC, {"temperature 1": {}} | {f"temperature {x}": {"temperature": x} for x in (0.5, 1.5)}),
+        "panels": [panel("reward")],
         "reach": 0.9,
     },
     "buffer": {
         "title": "Buffer size",
         "seeds": [1, 2, 3],
         "flags": SHORT,
-        "variants": crossed(
-            ALGORITHMS, {"buffer 64": {}} | {f"buffer {x}": {"rollout_buffer_size": x} for x in (16, 256)}
-        ),
-        "panels": BY_ALGORITHM,
+        "variants": crossed(IAC, {"buffer 64": {}} | {f"buffer {x}": {"rollout_buffer_size": x} for x in (16, 256)}),
+        "panels": [panel("reward")],
         "reach": 0.9,
     },
 }
@@ -456,9 +454,11 @@ def answers(variants):
 
 
 def run_study(name, study, options):
-    """Make the runs that are missing, one after the other, and write results/NAME.json after each."""
+    """Make the runs that are missing, `--jobs` at a time, and write results/NAME.json after each."""
     path = options.results / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text()) if path.exists() else {"title": study["title"], "variants": {}}
+    wanted, writing = [], threading.Lock()
     for label, variant in study["variants"].items():
         if options.only and label not in options.only:
             continue
@@ -468,16 +468,24 @@ def run_study(name, study, options):
         variant = study["flags"] | variant
         entry = results["variants"].setdefault(label, {"flags": variant, "runs": {}})
         for seed in options.seeds or study.get("seeds", [1, 2, 3, 4, 5]):
-            if str(seed) in entry["runs"] and entry["flags"] == variant:
-                continue
-            key = hashlib.sha256(json.dumps(variant, sort_keys=True).encode()).hexdigest()[:8]
-            folder = options.runs / f"{'peer-' * ('peer' in variant)}{variant['file']}-{key}" / f"seed_{seed}"
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            run = run_variant(variant, seed, folder, options.peer_python)
+            if str(seed) not in entry["runs"] or entry["flags"] != variant:
+                wanted.append((label, variant, seed))
+
+    def make(label, variant, seed):
+        key = hashlib.sha256(json.dumps(variant, sort_keys=True).encode()).hexdigest()[:8]
+        folder = options.runs / f"{'peer-' * ('peer' in variant)}{variant['file']}-{key}" / f"seed_{seed}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        run = run_variant(variant, seed, folder, options.peer_python)
+        with writing:
+            entry = results["variants"][label]
             entry["flags"], entry["runs"][str(seed)] = variant, run | origin()
-            path.parent.mkdir(parents=True, exist_ok=True)
+            entry["runs"] = dict(sorted(entry["runs"].items(), key=lambda item: int(item[0])))
             path.write_text(json.dumps(results, indent=None, separators=(",", ":")) + "\n")
-            print(f"{name}, {label}, seed {seed}: {run['env_step']} joint answers in {run['seconds']} s", flush=True)
+        print(f"{name}, {label}, seed {seed}: {run['env_step']} joint answers in {run['seconds']} s", flush=True)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for job in [pool.submit(make, *run) for run in wanted]:
+            job.result()
     return results
 
 
@@ -486,7 +494,7 @@ def origin():
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     words, command = iter(sys.argv[1:]), "python tests/benchmark/learning.py"
     for word in words:
-        if word in ("--runs", "--results", "--peer-python"):
+        if word in ("--runs", "--results", "--peer-python", "--jobs"):
             next(words)
         else:
             command += f" {shlex.quote(word)}"
@@ -503,6 +511,7 @@ def main():
     parser.add_argument("study", nargs="?", choices=list(STUDIES), help="which study; none: list them")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of the study's own")
     parser.add_argument("--only", nargs="+", help="names of variants; the others are left as they are")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each with one thread")
     parser.add_argument("--draw", action="store_true", help="make no runs")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning", help="folder for the runs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON, figures and tables")
