@@ -155,7 +155,7 @@ def test_read_rewards(file, raw, N, G, rewards):
     [[1], [1, 2, 3, 4], [1, 2, 3, 4, 5], [], None, [1, None, 3], [1, math.nan, 3], math.nan, -math.inf, [math.inf] * 3,
      [[1], [2]], [[1, 2], [3, 4], [5, 6]], [[1, 2, 3], [4, 5]], [[[1, 2, 3], [4, 5, 6]]], "1", ["a", "b", "c"], {},
      {"reward": 1}, object(), torch.tensor([1.0, math.nan, 3.0]), np.ones((3, 2))],
-    ids=repr,
+    ids="{!r:.16}".format,  # without the address of object(): two processes collect the same tests
 )  # fmt: skip
 def test_read_rewards_refuses(file, raw):
     """With two agents and three joint answers; the message says where, what was expected and what came."""
