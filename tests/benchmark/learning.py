@@ -420,6 +420,15 @@ def table(name, study, results):
     return "\n".join(page) + "\n"
 
 
+def gain(run):
+    """First evaluation and mean of the last five, with their standard errors as text, and the gain in those."""
+    rows = [(value(row, "reward"), row["deviation"] / row["samples"] ** 0.5) for row in run["eval"]]
+    late = rows[-5:]
+    last, error = statistics.fmean(m for m, _ in late), math.hypot(*(e for _, e in late)) / len(late)
+    sigma = (last - rows[0][0]) / math.hypot(error, rows[0][1])
+    return f"{rows[0][0]:.3f} ± {rows[0][1]:.3f}", f"{last:.3f} ± {error:.3f}", sigma
+
+
 def answers(variants):
     """Is the gain more than noise, and the answers to the first rows before and after, as they came."""
     page = [
@@ -429,11 +438,8 @@ def answers(variants):
     ]
     for label, runs in variants.items():
         for run in runs:
-            rows = [(value(row, "reward"), row["deviation"] / row["samples"] ** 0.5) for row in run["eval"]]
-            late = rows[-5:]
-            gain, error = statistics.fmean(m for m, _ in late), math.hypot(*(e for _, e in late)) / len(late)
-            sigma = (gain - rows[0][0]) / math.hypot(error, rows[0][1])
-            page.append(f"| {label} | {rows[0][0]:.3f} ± {rows[0][1]:.3f} | {gain:.3f} ± {error:.3f} | {sigma:.1f} |")
+            first, last, sigma = gain(run)
+            page.append(f"| {label} | {first} | {last} | {sigma:.1f} |")
     page += ["", "Here ± is the standard error over the samples of an evaluation.", ""]
     for label, runs in variants.items():
         page += [f"## Answers, {label}", "", f"To the first {SHOWN} posts of the evaluation set, not selected.", ""]
@@ -448,6 +454,47 @@ def answers(variants):
                     page.append(f"- after {step}, {who} (reward {x['reward']:.2f}): {text}")
             page.append("")
     return page
+
+
+def load_results(folder, name):
+    """{variant: its runs} of a study."""
+    path = folder / f"{name}.json"
+    variants = json.loads(path.read_text())["variants"] if path.exists() else {}
+    return {label: list(entry["runs"].values()) for label, entry in variants.items() if entry["runs"]}
+
+
+def readme(folder):
+    """The lines of the README that hold results, out of the JSON files in the folder."""
+    numbers = load_results(folder, "numbers")
+    lines = ["| number game | one round | answers to 0.9 | two rounds | answers/s |", "| --- | --- | --- | --- | --- |"]
+    for label in dict.fromkeys(label.removesuffix(" 1 turn").removesuffix(" 2 turns") for label in numbers):
+        one, two = (numbers.get(f"{label} {turns}", []) for turns in TURNS)
+        steps = [reached(run, "reward", 0.9) for run in one]
+        found = [x for x in steps if x is not None]
+        speed = statistics.fmean(run["env_step"] / run["seconds"] for run in one)
+        cells = [label, shown([ends(run, "reward")[1] for run in one], 3)]
+        cells.append((f"{statistics.fmean(found):.0f}" if found else "-") + f" ({len(found)} of {len(steps)} runs)")
+        cells += [shown([ends(run, "reward")[1] for run in two], 3) if two else "-", f"{speed:.3g}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    private = load_results(folder, "private_numbers")
+    if private:
+        explained = {
+            label: shown([curve(x, "explained variance")[-1][1] for x in private[label]], 2) for label in private
+        }
+        goal = statistics.fmean(ends(run, "earned")[1] for run in private["IAC"])
+        steps = {
+            label: statistics.fmean(reached(x, "earned", goal) or math.inf for x in private[label]) for label in private
+        }
+        rewards = {label: shown([ends(run, "earned")[1] for run in private[label]], 3) for label in private}
+        lines += [
+            "",
+            f"- Private numbers: explained variance {explained['MAAC']} with MAAC, {explained['IAC']} with IAC; reward",
+        ]
+        lines.append(f"  {rewards['MAAC']} and {rewards['IAC']}; MAAC reaches IAC's after {steps['MAAC']:.0f} answers.")
+    for label, runs in load_results(folder, "tldr").items():
+        first, last, sigma = gain(runs[0])
+        lines.append(f"- Summaries, {label}: reward {first} before, {last} at last ({sigma:.1f} standard errors more).")
+    return lines
 
 
 # ----------------------------------------------------------------------------------------------------------- 4 main
@@ -513,6 +560,7 @@ def main():
     parser.add_argument("--only", nargs="+", help="names of variants; the others are left as they are")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each with one thread")
     parser.add_argument("--draw", action="store_true", help="make no runs")
+    parser.add_argument("--readme", action="store_true", help="print the README's lines with results")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning", help="folder for the runs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON, figures and tables")
     parser.add_argument("--peer-python", help="Python of a virtual environment with comlrl==1.4.3")
@@ -521,6 +569,8 @@ def main():
     options = parser.parse_args()
     if options.peer_run:
         peer_run(json.loads(options.peer_run), options.peer_file)
+    elif options.readme:
+        print("\n".join(readme(options.results)))
     elif options.study is None:
         for name, study in STUDIES.items():
             print(f"{name}: {study['title']}\n  " + "\n  ".join(study["variants"]))

@@ -426,6 +426,24 @@ def table(rows):
     print()
 
 
+def readme(folder):
+    """The README's table, out of the JSON files speed*.json in the folder; spreads are smallest and largest."""
+    head = ["case", "answers/s", "times comlrl's", "CPU time to bare tensor work", "peak memory to comlrl's", "threads"]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for path in sorted(folder.glob("speed*.json"), reverse=True):
+        result = json.loads(path.read_text())
+        by = {(row["case"], row["median, min, max of"]): row for row in result["ratios"]}
+        for row in result["medians"]:
+            peer, floor = by.get((row["case"], "ours / comlrl")), by.get((row["case"], "ours / floor"))
+            if row["side"] != "ours" or not peer or not floor:
+                continue
+            cells = [f"{row['case']}, {result['cases'][row['case']]['agents']} agents", f"{row['samples_per_s']:.3g}"]
+            for x in (peer["samples_per_s"], floor["cpu"], peer["peak_mb"]):
+                cells.append(f"{x[0]:.3g} ({x[1]:.3g} to {x[2]:.3g})")
+            lines.append("| " + " | ".join([*cells, str(result["about"]["threads per process"])]) + " |")
+    return lines
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["acceptance"], help="patterns, or: acceptance, growth, all")
@@ -436,6 +454,7 @@ def main():
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--peer-python", help="a Python that has comlrl, instead of a virtual environment made here")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "speed.json")
+    parser.add_argument("--readme", action="store_true", help="print the README's table out of the results and stop")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -443,6 +462,8 @@ def main():
         return child(Case(**case), *others)
     import torch
 
+    if args.readme:
+        return print("\n".join(readme(args.output.parent)))
     if args.list:
         return print("\n".join(case.name for case in all_cases()))
     groups = {"acceptance": ACCEPTANCE, "growth": ["growth/*"], "all": ["*"]}
