@@ -25,7 +25,7 @@ baseline: at the last turn it is r - Q(h, a), so as Q fits, the advantage shrink
     python maac.py                                     the demo: two tiny models name numbers that sum to n
     python maac.py --agent-model Qwen/Qwen3-0.6B --chat-template --task my_task.py
 
-Letters: N agents, G generations, B samples, P prompt tokens, K completion tokens, D hidden width.
+Letters: N agents, G generations, T turns, B samples, P prompt tokens, K completion tokens, D hidden width.
 """
 
 import copy
@@ -118,7 +118,8 @@ class MAACConfig:
                 good = type(value) in kinds or (get_origin(f.type) is Literal and type(value) is str and value in kinds)
             if not good:
                 wanted = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
-                raise ValueError(f"{f.name}={value!r:.100} must be {wanted}, if a number one in [{least}, {most}]")
+                limits = f", at least {least:g} and at most {most:g}" if {int, float} & set(kinds) else ""
+                raise ValueError(f"{f.name}={value!r:.100} must be {wanted}{limits}")
             setattr(self, f.name, value)
         self.train_batch_size = self.train_batch_size or self.rollout_buffer_size
         if self.num_turns > 1 and self.num_generations > 1:
@@ -330,7 +331,7 @@ def read_settings(run: str) -> dict[str, Any]:
             return settings
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"{run} holds no run of {ALGORITHM}.py that could be resumed")
+    raise ValueError(f"{run} is not the folder of a run of {ALGORITHM}.py, such as could be resumed")
 
 
 class MAACTrainer:
@@ -418,7 +419,6 @@ class MAACTrainer:
         self.agent_optimizers = [adamw("agents", args.agent_learning_rate, agent) for agent in self.agents]
         self.critic_optimizers = [adamw("critics", args.critic_learning_rate, x) for x in self.critics]
         self.generators, self.shuffle = self.new_generators(args.seed), torch.Generator().manual_seed(args.seed)
-        # of all these a checkpoint keeps the state
         self.stateful = [*self.agents, *self.critics, *self.agent_optimizers, *self.critic_optimizers]
         self.all_generators = [*self.generators, self.shuffle, torch.default_generator]
         self.buffers: list[list[RolloutSample]] = [[] for _ in range(N)]
@@ -509,21 +509,21 @@ class MAACTrainer:
             for i, own in enumerate(zip(*prompts, strict=True)):
                 places = [f"{where[e]}, agent {i}" for e in active]
                 ids = common.encode(self.tokenizers[i], own, places, args.chat_template)
-                for e, prompt, row in zip(active, own, ids, strict=True):
-                    kept = common.keep_end(row, self.prompt_limits[i], self.tokenizers[i])
-                    self.truncated += train and len(kept) < len(row)
+                for e, prompt, whole in zip(active, own, ids, strict=True):
+                    kept = common.keep_end(whole, self.prompt_limits[i], self.tokenizers[i])
+                    self.truncated += int(train and len(kept) < len(whole))
                     samples[i] += [RolloutSample(i, first_row + e, turn, g, items[e], prompt, kept) for g in range(G)]
             prompt_ids = [[s.prompt_ids for s in own] for own in samples]
-            ids = common.generate_all(self.agents, prompt_ids, self.stops, generators, self.agent_devices, sampling)
+            drawn = common.generate_all(self.agents, prompt_ids, self.stops, generators, self.agent_devices, sampling)
             for i, own in enumerate(samples):
-                for s, answer in zip(own, ids[i], strict=True):
+                for s, answer in zip(own, drawn[i], strict=True):
                     s.completion_ids, s.finished = answer, answer[-1] in self.stops[i]
                     text_ids = answer[:-1] if s.finished else answer
                     s.completion = self.tokenizers[i].decode(text_ids, skip_special_tokens=True)
             for k, e in enumerate(active):
                 joint = [own[k * G : (k + 1) * G] for own in samples]  # [N][G]
-                texts, prompts = [[s.completion for s in own] for own in joint], [own[0].prompt for own in joint]
-                raw = read_rewards(call_reward(self.reward_func, texts, prompts, items[e]), N, G, where[e])
+                texts, asked = [[s.completion for s in own] for own in joint], [own[0].prompt for own in joint]
+                raw = read_rewards(call_reward(self.reward_func, texts, asked, items[e]), N, G, where[e])
                 processed = [[self.reward_processor(reward) for reward in row] for row in raw]
                 for own, row in zip(joint, read_rewards(processed, N, G, f"{where[e]}, reward_processor"), strict=True):
                     for s, reward in zip(own, row, strict=True):
@@ -532,7 +532,7 @@ class MAACTrainer:
             if train:
                 self.appraise(samples)
             if args.early_termination_threshold is not None:
-                mean = {e: sum(s.reward for s in episodes[e][-N * G :]) / (N * G) for e in active}
+                mean = {e: sum(s.reward for s in episodes[e][-N * G :]) / (N * G) for e in active}  # of this turn
                 active = [e for e in active if mean[e] <= args.early_termination_threshold]
             if not active:
                 break
@@ -712,8 +712,9 @@ class MAACTrainer:
     def refuse_other(self, settings: dict[str, Any], path: str) -> None:
         """ValueError unless the settings of the run in `path` are those of this trainer."""
         for name, own in self.settings.items():
-            if name not in MAY_CHANGE and settings.get(name) != own:
-                raise ValueError(f"{path} is of a run with {name}={settings.get(name)!r}")
+            other = settings.get(name, getattr(MAACConfig, name, None))  # a field may be younger than the run
+            if name not in MAY_CHANGE and other != own:
+                raise ValueError(f"{path} is of a run with {name}={other!r}, here it is {own!r}")
 
     def load_checkpoint(self, path: str) -> None:
         """Take up the state that `save_checkpoint` wrote."""
@@ -802,7 +803,7 @@ class MAACTrainer:
         """
         args = self.args
         self.start_run(resume_from)
-        saved_at, checkpoint = self.updates, os.path.join(self.output_dir, "checkpoint")
+        checkpoint = os.path.join(self.output_dir, "checkpoint")
         length = len(self.train_dataset) * args.num_train_epochs if hasattr(self.train_dataset, "__len__") else None
         bar = tqdm(total=length, initial=self.items_done, unit="item")
         self.logged_at = time.perf_counter()
@@ -837,8 +838,7 @@ class MAACTrainer:
                 self.snapshot()
                 if self.stopping:
                     raise KeyboardInterrupt
-                if args.checkpoint_interval and self.updates - saved_at >= args.checkpoint_interval:
-                    saved_at = self.updates
+                if args.checkpoint_interval and not self.buffers[0] and self.updates % args.checkpoint_interval == 0:
                     self.save_checkpoint(checkpoint)
                 self.report()
             self.save_checkpoint(checkpoint)
@@ -890,7 +890,9 @@ def load_task(args: Args) -> dict[str, Any]:
     sys.path.insert(0, os.path.dirname(os.path.abspath(args.task)))  # a task may import its neighbours
     task = runpy.run_path(args.task)
     names = "train_dataset eval_dataset formatters reward_func reward_processor external_transition metrics_callback"
-    return {name: task[name] for name in names.split() if name in task}
+    found = {name: task[name] for name in names.split() if name in task}
+    tqdm.write(f"{args.task} defines {', '.join(found) or 'nothing that is read'}.")  # shows a name that is misspelt
+    return found
 
 
 def main() -> None:
@@ -900,7 +902,7 @@ def main() -> None:
     default = Args(**({} if flags & {"--agent-model", "--agents"} else DEMO))
     default.train_batch_size = None  # to be derived from the buffer size of the command line
     args = tyro.cli(Args, default=default)
-    if args.resume and not os.path.exists(os.path.join(args.resume, "state.pt")):
+    if args.resume:
         saved = read_settings(args.resume)  # the run's own settings hold, unless they are given again
         args = tyro.cli(Args, default=Args(**{f.name: saved[f.name] for f in fields(Args) if f.name in saved}))
     if not (args.critic_model or args.critics):

@@ -91,7 +91,6 @@ def test_the_table_of_settings_gives_every_setting_with_its_default(file):
     assert set(given) <= {field.name for field in fields(iac.IACConfig)}
 
 
-def test_the_code_it_shows_is_in_the_files():
-    for code in re.findall(r"```python\n(\w+ = .*?)```", README, re.S):
-        assert any(code.strip() in text for text in SOURCES), code
-    assert len(re.findall(r"```python\n(\w+ = .*?)```", README, re.S)) == 2
+def test_the_difference_it_shows_is_in_the_files():
+    gone, new = re.search(r"```diff\n-(.*)\n\+(.*)\n```", README).groups()
+    assert gone in SOURCES[0] and gone not in SOURCES[1] and new in SOURCES[1] and new not in SOURCES[0]

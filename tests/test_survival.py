@@ -411,7 +411,9 @@ def test_the_command_is_killed_then_interrupted_then_ends_as_if_nothing_had_happ
         (log,) = set(run.rglob("run-*.wandb")) - {killed}
         assert killed.stem == log.stem  # run-<id>: the same W&B run
         steps = [row["_step"] for row in history(log.parent)]  # waits until the run is closed
-        assert records(log)[-1].exit.exit_code == 1 and steps == [r["env_step"] for r in rows(run)][-len(steps) :]
+        assert records(log)[-1].exit.exit_code == 1
+        written = [r["env_step"] for r in rows(run)]  # the signal may fall between its last row and W&B's
+        assert steps in (written[-len(steps) :], written[-len(steps) - 1 : -1])
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(play, FILES))
