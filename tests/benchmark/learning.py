@@ -393,6 +393,7 @@ def table(name, study, results):
     page += [f"Mean ± standard deviation over the runs; last: the mean of the last three points. Metric: {metric}.", ""]
     head = ["variant", "runs", "joint answers", "first", "last", f"answers to reach {goal:.3f}" if goal else ""]
     head = [*filter(None, head), "explained variance at the end", "joint answers/s"]
+    head = head[:-1] if name == "tldr" else head  # hours beside other work: seconds mean nothing
     page += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for label, runs in variants.items():
         columns = zip(*(ends(run, metric) for run in runs), strict=True)
@@ -405,6 +406,7 @@ def table(name, study, results):
         explained = [y[-1][1] for run in runs if (y := curve(run, "explained variance"))]
         cells.append(shown(explained, 2) if explained else "-")
         cells.append(f"{statistics.fmean(run['env_step'] / run['seconds'] for run in runs):.3g}")
+        cells = cells[: len(head)]
         page.append("| " + " | ".join(map(str, cells)) + " |")
     if name == "tldr":
         page += answers(variants)
@@ -553,7 +555,8 @@ def origin():
     }
 
 
-def main():
+def parse(line=None):
+    """The options of a command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", nargs="?", choices=list(STUDIES), help="which study; none: list them")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of the study's own")
@@ -566,7 +569,11 @@ def main():
     parser.add_argument("--peer-python", help="Python of a virtual environment with comlrl==1.4.3")
     parser.add_argument("--peer-run", help=argparse.SUPPRESS)
     parser.add_argument("--peer-file", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser.parse_args(line)
+
+
+def main():
+    options = parse()
     if options.peer_run:
         peer_run(json.loads(options.peer_run), options.peer_file)
     elif options.readme:

@@ -444,7 +444,8 @@ def readme(folder):
     return lines
 
 
-def main():
+def parse(line=None):
+    """The options of a command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["acceptance"], help="patterns, or: acceptance, growth, all")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
@@ -456,7 +457,11 @@ def main():
     parser.add_argument("--output", type=Path, default=HERE / "results" / "speed.json")
     parser.add_argument("--readme", action="store_true", help="print the README's table out of the results and stop")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args(line)
+
+
+def main():
+    args = parse()
     if args.child:
         case, *others = json.loads(args.child)
         return child(Case(**case), *others)
@@ -470,7 +475,7 @@ def main():
     patterns = [pattern for name in args.cases for pattern in groups.get(name, [name])]
     cases = [case for case in all_cases() if any(fnmatch.fnmatch(case.name, pattern) for pattern in patterns)]
     if not cases:
-        parser.error("there is no such case, see --list")
+        sys.exit("there is no such case, see --list")
     if any(case.model == "smollm2" for case in cases) and not (TESTS / "smollm2").exists():
         print("skipped: all cases on SmolLM2, as tests/smollm2 is missing (python tests/fetch_smollm2.py makes it)")
         cases = [case for case in cases if case.model != "smollm2"]
