@@ -863,7 +863,7 @@ class MAACTrainer:
 TINY_LM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tests", "tiny_lm")
 DEMO = dict(  # what suits tests/tiny_lm
     agent_model=TINY_LM, max_new_tokens=3, agent_learning_rate=3e-4, critic_learning_rate=1e-4, max_grad_norm=None,
-    rollout_buffer_size=64, num_train_epochs=12, eval_interval=1600, eval_num_samples=128, eval_batch_size=128,
+    rollout_buffer_size=64, num_train_epochs=10, eval_interval=1600, eval_num_samples=128, eval_batch_size=128,
 )  # fmt: skip
 
 
