@@ -122,7 +122,7 @@ class IACConfig:
                 good = type(value) in kinds or (get_origin(f.type) is Literal and type(value) is str and value in kinds)
             if not good:
                 wanted = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
-                limits = f", at least {least:g} and at most {most:g}" if {int, float} & set(kinds) else ""
+                limits = f", at least {least:.10g} and at most {most:.10g}" if {int, float} & set(kinds) else ""
                 raise ValueError(f"{f.name}={value!r:.100} must be {wanted}{limits}")
             setattr(self, f.name, value)
         self.train_batch_size = self.train_batch_size or self.rollout_buffer_size
@@ -332,7 +332,9 @@ def read_settings(run: str) -> dict[str, Any]:
             return settings
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"{run} is not the folder of a run of {ALGORITHM}.py, such as could be resumed")
+    raise ValueError(
+        f"{run} is not the folder of a run of {ALGORITHM}.py that could be resumed (its checkpoint/ is not)"
+    )
 
 
 class IACTrainer:
@@ -360,7 +362,7 @@ class IACTrainer:
     ) -> None:
         self.args = args = IACConfig() if args is None else args
         if not isinstance(args, IACConfig):
-            raise ValueError(f"args must be a IACConfig, got {args!r:.200}")
+            raise ValueError(f"args must be an IACConfig, got {args!r:.200}")
         N, separate, options = args.num_agents, args.use_separate_critic, model_config or {}
         formatters = (lambda item: item["prompt"]) if formatters is None else formatters
         self.formatters = [formatters] * N if callable(formatters) else formatters
@@ -603,7 +605,7 @@ class IACTrainer:
         return self.args.value_loss_coef * losses
 
     def optimizer_step(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Clip the gradient, refuse one that is not finite, step, and forget it."""
+        """Refuse a gradient that is not finite, clip it, step, and forget it."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if not norm.isfinite():
@@ -735,8 +737,9 @@ class IACTrainer:
 
     def load_checkpoint(self, path: str) -> None:
         """Take up the state that `save_checkpoint` wrote."""
-        self.state = state = torch.load(os.path.join(path, "state.pt"), map_location="cpu", weights_only=True)
+        state = torch.load(os.path.join(path, "state.pt"), map_location="cpu", weights_only=True)
         self.refuse_other(state["settings"], path)
+        self.state = state
         for name in POSITION:
             setattr(self, name, state[name])
         for x, saved in zip(self.stateful, state["weights"], strict=True):

@@ -20,7 +20,8 @@ The critic reads one text, tokenized with agent 0's tokenizer (`critic_text` bel
 
 C_old, targets and advantages are fixed at collection. Left out on purpose: importance ratios and their clipping, GAE
 (a target looks one turn ahead), an entropy bonus, dropout. With "q" the same TD error drives the actor, without a state
-baseline: at the last turn it is r - Q(h, a), so as Q fits, the advantage shrinks to noise. Let Q learn slowly.
+baseline: at the last turn it is r - Q(h, a), so as Q fits, the advantage shrinks to noise. Let Q learn slowly. The critic
+takes a step with each mini-batch of each agent, N times as many as an agent.
 
     python maac.py                                     the demo: two tiny models name numbers that sum to n
     python maac.py --agent-model Qwen/Qwen3-0.6B --chat-template --task my_task.py
@@ -118,7 +119,7 @@ class MAACConfig:
                 good = type(value) in kinds or (get_origin(f.type) is Literal and type(value) is str and value in kinds)
             if not good:
                 wanted = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
-                limits = f", at least {least:g} and at most {most:g}" if {int, float} & set(kinds) else ""
+                limits = f", at least {least:.10g} and at most {most:.10g}" if {int, float} & set(kinds) else ""
                 raise ValueError(f"{f.name}={value!r:.100} must be {wanted}{limits}")
             setattr(self, f.name, value)
         self.train_batch_size = self.train_batch_size or self.rollout_buffer_size
@@ -331,7 +332,9 @@ def read_settings(run: str) -> dict[str, Any]:
             return settings
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"{run} is not the folder of a run of {ALGORITHM}.py, such as could be resumed")
+    raise ValueError(
+        f"{run} is not the folder of a run of {ALGORITHM}.py that could be resumed (its checkpoint/ is not)"
+    )
 
 
 class MAACTrainer:
@@ -481,9 +484,10 @@ class MAACTrainer:
         answers = [[s.completion for s in joint] if self.args.critic_type == "q" else [] for joint in joints]
         texts = [critic_text([s.prompt for s in joint], said) for joint, said in zip(joints, answers, strict=True)]
         rows = common.encode(tokenizer, texts, [f"row {joint[0].row}, critic" for joint in joints])
-        for joint, ids in zip(joints, rows, strict=True):
+        for joint, row in zip(joints, rows, strict=True):
+            ids = common.keep_end(row, limit, tokenizer)
             for s in joint:
-                s.critic_ids = common.keep_end(ids, limit, tokenizer)
+                s.critic_ids = ids
         for i, own in enumerate(samples if self.references else []):
             for batch in self.micro_batches(own):
                 logprobs, mask = self.score(self.agents[i], batch)
@@ -588,7 +592,7 @@ class MAACTrainer:
         return self.args.value_loss_coef * losses
 
     def optimizer_step(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Clip the gradient, refuse one that is not finite, step, and forget it."""
+        """Refuse a gradient that is not finite, clip it, step, and forget it."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if not norm.isfinite():
@@ -718,8 +722,9 @@ class MAACTrainer:
 
     def load_checkpoint(self, path: str) -> None:
         """Take up the state that `save_checkpoint` wrote."""
-        self.state = state = torch.load(os.path.join(path, "state.pt"), map_location="cpu", weights_only=True)
+        state = torch.load(os.path.join(path, "state.pt"), map_location="cpu", weights_only=True)
         self.refuse_other(state["settings"], path)
+        self.state = state
         for name in POSITION:
             setattr(self, name, state[name])
         for x, saved in zip(self.stateful, state["weights"], strict=True):

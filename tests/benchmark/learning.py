@@ -471,6 +471,9 @@ def readme(folder):
     lines = ["| number game | one round | answers to 0.9 | two rounds | answers/s |", "| --- | --- | --- | --- | --- |"]
     for label in dict.fromkeys(label.removesuffix(" 1 turn").removesuffix(" 2 turns") for label in numbers):
         one, two = (numbers.get(f"{label} {turns}", []) for turns in TURNS)
+        if not one:
+            continue
+        label += "" if one[0]["eval"] else " (of training)"
         steps = [reached(run, "reward", 0.9) for run in one]
         found = [x for x in steps if x is not None]
         speed = statistics.fmean(run["env_step"] / run["seconds"] for run in one)
@@ -484,9 +487,7 @@ def readme(folder):
             label: shown([curve(x, "explained variance")[-1][1] for x in private[label]], 2) for label in private
         }
         goal = statistics.fmean(ends(run, "earned")[1] for run in private["IAC"])
-        steps = {
-            label: statistics.fmean(reached(x, "earned", goal) or math.inf for x in private[label]) for label in private
-        }
+        steps = {label: statistics.fmean(reached(x, "earned", goal) for x in private[label]) for label in ["MAAC"]}
         rewards = {label: shown([ends(run, "earned")[1] for run in private[label]], 3) for label in private}
         lines += [
             "",
@@ -495,7 +496,9 @@ def readme(folder):
         lines.append(f"  {rewards['MAAC']} and {rewards['IAC']}; MAAC reaches IAC's after {steps['MAAC']:.0f} answers.")
     for label, runs in load_results(folder, "tldr").items():
         first, last, sigma = gain(runs[0])
-        lines.append(f"- Summaries, {label}: reward {first} before, {last} at last ({sigma:.1f} standard errors more).")
+        lines.append(
+            f"- Summaries, {label}: {first} before, {last} over the last five evaluations, {sigma:.1f} errors more."
+        )
     return lines
 
 
@@ -516,8 +519,10 @@ def run_study(name, study, options):
             continue
         variant = study["flags"] | variant
         entry = results["variants"].setdefault(label, {"flags": variant, "runs": {}})
+        if entry["flags"] != variant:  # runs of something else
+            entry["flags"], entry["runs"] = variant, {}
         for seed in options.seeds or study.get("seeds", [1, 2, 3, 4, 5]):
-            if str(seed) not in entry["runs"] or entry["flags"] != variant:
+            if str(seed) not in entry["runs"]:
                 wanted.append((label, variant, seed))
 
     def make(label, variant, seed):
@@ -527,20 +532,26 @@ def run_study(name, study, options):
         run = run_variant(variant, seed, folder, options.peer_python)
         with writing:
             entry = results["variants"][label]
-            entry["flags"], entry["runs"][str(seed)] = variant, run | origin()
+            entry["runs"][str(seed)] = run | origin()
             entry["runs"] = dict(sorted(entry["runs"].items(), key=lambda item: int(item[0])))
             path.write_text(json.dumps(results, indent=None, separators=(",", ":")) + "\n")
         print(f"{name}, {label}, seed {seed}: {run['env_step']} joint answers in {run['seconds']} s", flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        for job in [pool.submit(make, *run) for run in wanted]:
-            job.result()
+        try:
+            for job in [pool.submit(make, *run) for run in wanted]:
+                job.result()
+        except BaseException:  # those that have not begun need not
+            pool.shutdown(cancel_futures=True)
+            raise
     return results
 
 
 def origin():
     """Where a run comes from: commit, date, command (but for the folders named in it) and machine."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
+    )
     words, command = iter(sys.argv[1:]), "python tests/benchmark/learning.py"
     for word in words:
         if word in ("--runs", "--results", "--peer-python", "--jobs"):

@@ -426,6 +426,13 @@ def table(rows):
     print()
 
 
+def has_bfloat16():
+    """Whether this CPU multiplies bfloat16 matrices by instructions of its own."""
+    import torch
+
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def readme(folder):
     """The README's table, out of the JSON files speed*.json in the folder; spreads are smallest and largest."""
     head = ["case", "answers/s", "times comlrl's", "CPU time to bare tensor work", "peak memory to comlrl's", "threads"]
@@ -465,8 +472,6 @@ def main():
     if args.child:
         case, *others = json.loads(args.child)
         return child(Case(**case), *others)
-    import torch
-
     if args.readme:
         return print("\n".join(readme(args.output.parent)))
     if args.list:
@@ -483,7 +488,7 @@ def main():
         cases = [replace(case, updates=math.ceil(args.samples / case.buffer)) for case in cases]
     if args.sides:
         cases = [replace(case, sides=args.sides) for case in cases]
-    elif not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    elif any("bf16" in side for case in cases for side in case.sides) and not has_bfloat16():
         print("skipped: bfloat16, which this CPU has no instructions for (--sides takes it all the same)")
         cases = [replace(case, sides=[side for side in case.sides if "bf16" not in side]) for case in cases]
     python = dict.fromkeys((side for case in cases for side in case.sides), sys.executable)
