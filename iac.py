@@ -332,9 +332,7 @@ def read_settings(run: str) -> dict[str, Any]:
             return settings
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise ValueError(
-        f"{run} is not the folder of a run of {ALGORITHM}.py that could be resumed (its checkpoint/ is not)"
-    )
+    raise ValueError(f"{run} is not the folder of a run of {ALGORITHM}.py (nor is the checkpoint/ in it)")
 
 
 class IACTrainer:
@@ -739,7 +737,6 @@ class IACTrainer:
         """Take up the state that `save_checkpoint` wrote."""
         state = torch.load(os.path.join(path, "state.pt"), map_location="cpu", weights_only=True)
         self.refuse_other(state["settings"], path)
-        self.state = state
         for name in POSITION:
             setattr(self, name, state[name])
         for x, saved in zip(self.stateful, state["weights"], strict=True):
@@ -748,7 +745,7 @@ class IACTrainer:
             x.set_state(saved)
         random.setstate(state["random"][0]), np.random.set_state(state["random"][1])
         self.buffers = [[RolloutSample(**s) for s in buffer] for buffer in state["buffers"]]
-        self.metrics = defaultdict(list, state["metrics"])
+        self.state, self.metrics = state, defaultdict(list, state["metrics"])
         for optimizer in (*self.agent_optimizers, *self.critic_optimizers):
             optimizer.zero_grad()
 

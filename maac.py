@@ -20,8 +20,8 @@ The critic reads one text, tokenized with agent 0's tokenizer (`critic_text` bel
 
 C_old, targets and advantages are fixed at collection. Left out on purpose: importance ratios and their clipping, GAE
 (a target looks one turn ahead), an entropy bonus, dropout. With "q" the same TD error drives the actor, without a state
-baseline: at the last turn it is r - Q(h, a), so as Q fits, the advantage shrinks to noise. Let Q learn slowly. The critic
-takes a step with each mini-batch of each agent, N times as many as an agent.
+baseline: at the last turn it is r - Q(h, a), so as Q fits, the advantage shrinks to noise. Let Q learn slowly. The
+critic takes a step with each mini-batch of each agent, N times as many as an agent.
 
     python maac.py                                     the demo: two tiny models name numbers that sum to n
     python maac.py --agent-model Qwen/Qwen3-0.6B --chat-template --task my_task.py
@@ -332,9 +332,7 @@ def read_settings(run: str) -> dict[str, Any]:
             return settings
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise ValueError(
-        f"{run} is not the folder of a run of {ALGORITHM}.py that could be resumed (its checkpoint/ is not)"
-    )
+    raise ValueError(f"{run} is not the folder of a run of {ALGORITHM}.py (nor is the checkpoint/ in it)")
 
 
 class MAACTrainer:
@@ -724,7 +722,6 @@ class MAACTrainer:
         """Take up the state that `save_checkpoint` wrote."""
         state = torch.load(os.path.join(path, "state.pt"), map_location="cpu", weights_only=True)
         self.refuse_other(state["settings"], path)
-        self.state = state
         for name in POSITION:
             setattr(self, name, state[name])
         for x, saved in zip(self.stateful, state["weights"], strict=True):
@@ -733,7 +730,7 @@ class MAACTrainer:
             x.set_state(saved)
         random.setstate(state["random"][0]), np.random.set_state(state["random"][1])
         self.buffers = [[RolloutSample(**s) for s in buffer] for buffer in state["buffers"]]
-        self.metrics = defaultdict(list, state["metrics"])
+        self.state, self.metrics = state, defaultdict(list, state["metrics"])
         for optimizer in (*self.agent_optimizers, *self.critic_optimizers):
             optimizer.zero_grad()
 
