@@ -193,4 +193,4 @@ def test_names_in_the_readme_exist():
     names = {field.name for field in fields(iac.Args)}
     settings = text[text.index("## Settings") : text.index("## I want to change")]
     for name in re.findall(r"`([a-z_]+)`", settings):
-        assert name in names | {"bfloat16"}, name
+        assert name in names | {"bfloat16", "model_config"}, name
