@@ -468,7 +468,7 @@ def load_results(folder, name):
 def readme(folder):
     """The lines of the README that hold results, out of the JSON files in the folder."""
     numbers = load_results(folder, "numbers")
-    lines = ["| number game | one round | answers to 0.9 | two rounds | answers/s |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| number game | one round | answers to 0.9 | two rounds |", "| --- | --- | --- | --- |"]
     for label in dict.fromkeys(label.removesuffix(" 1 turn").removesuffix(" 2 turns") for label in numbers):
         one, two = (numbers.get(f"{label} {turns}", []) for turns in TURNS)
         if not one:
@@ -476,10 +476,9 @@ def readme(folder):
         label += "" if one[0]["eval"] else " (of training)"
         steps = [reached(run, "reward", 0.9) for run in one]
         found = [x for x in steps if x is not None]
-        speed = statistics.fmean(run["env_step"] / run["seconds"] for run in one)
         cells = [label, shown([ends(run, "reward")[1] for run in one], 3)]
         cells.append((f"{statistics.fmean(found):.0f}" if found else "-") + f" ({len(found)} of {len(steps)} runs)")
-        cells += [shown([ends(run, "reward")[1] for run in two], 3) if two else "-", f"{speed:.3g}"]
+        cells.append(shown([ends(run, "reward")[1] for run in two], 3) if two else "-")
         lines.append("| " + " | ".join(cells) + " |")
     private = load_results(folder, "private_numbers")
     if private:
