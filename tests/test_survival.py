@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import namedtuple
@@ -28,6 +29,7 @@ import numpy as np
 import pytest
 import torch
 from test_cli import ENV, rows, without_time
+from tqdm import tqdm
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import iac
@@ -147,6 +149,8 @@ Ended = namedtuple("Ended", "code text seconds")  # exit code, minus a signal's 
 def drive():
     """The driver process. It never calls backward: autograd does not work in a child of a process that did."""
     torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # no thread that could hold the lock at a fork
+    tqdm.set_lock(threading.RLock())  # its own is shared by all processes: a killed one that held it would stop the rest
     trainer_of = functools.cache(make)
     jobs, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     for line in jobs:
