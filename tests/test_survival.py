@@ -150,7 +150,7 @@ def drive():
     """The driver process. It never calls backward: autograd does not work in a child of a process that did."""
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # no thread that could hold the lock at a fork
-    tqdm.set_lock(threading.RLock())  # its own is shared by all processes: a killed one that held it would stop the rest
+    tqdm.set_lock(threading.RLock())  # its own is one for all processes: if one dies holding it, all wait
     trainer_of = functools.cache(make)
     jobs, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     for line in jobs:
