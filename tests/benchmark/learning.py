@@ -480,6 +480,12 @@ def readme(folder):
         cells.append((f"{statistics.fmean(found):.0f}" if found else "-") + f" ({len(found)} of {len(steps)} runs)")
         cells.append(shown([ends(run, "reward")[1] for run in two], 3) if two else "-")
         lines.append("| " + " | ".join(cells) + " |")
+    late = [run["eval"][-1] for label, runs in numbers.items() if "2 turns" in label for run in runs]
+    low = sorted(value(row, "reward") for row in late if value(row, "reward") < 0.9)
+    lines += [
+        "",
+        f"- Two rounds: {len(low)} of {len(late)} runs fell back and ended at {', '.join(f'{x:.2f}' for x in low)}.",
+    ]
     private = load_results(folder, "private_numbers")
     if private:
         explained = {
@@ -489,7 +495,6 @@ def readme(folder):
         steps = {label: statistics.fmean(reached(x, "earned", goal) for x in private[label]) for label in ["MAAC"]}
         rewards = {label: shown([ends(run, "earned")[1] for run in private[label]], 3) for label in private}
         lines += [
-            "",
             f"- Private numbers: explained variance {explained['MAAC']} with MAAC, {explained['IAC']} with IAC; reward",
         ]
         lines.append(f"  {rewards['MAAC']} and {rewards['IAC']}; MAAC reaches IAC's after {steps['MAAC']:.0f} answers.")
