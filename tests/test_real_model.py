@@ -16,7 +16,7 @@ from learning import STUDIES, command_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TASK = "import sys\nsys.path.insert(0, {folder!r})\nfrom tldr import *\n"
-TASK += "train_dataset, eval_dataset = train_dataset[:2], eval_dataset[:1]\n"
+TASK += "train_dataset, eval_dataset = train_dataset[:4], eval_dataset[:2]\n"
 
 
 def test_two_updates_of_both_algorithms(tmp_path):
@@ -32,18 +32,18 @@ def test_two_updates_of_both_algorithms(tmp_path):
     start = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     for label, variant in study["variants"].items():
         flags = study["flags"] | variant | {"agent_model": str(model), "task": str(tmp_path / "task.py")}
-        flags |= {"max_new_tokens": 16, "rollout_buffer_size": 4, "eval_interval": 1, "eval_num_samples": 1}
+        flags |= {"max_new_tokens": 16, "eval_interval": 2, "eval_num_samples": 2}
         folder = tmp_path / label
         done = subprocess.run(command_line(flags, 1, folder), cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert [row["env_step"] for row in rows] == [0, 4, 8]  # four answers to a post are one update
+        assert [row["env_step"] for row in rows] == [0, 8, 16]  # four answers to each of two posts are one update
         for row in rows[1:]:
             assert row["agent_1/completion_tokens"] > 8 and 0 <= row["turn_1/reward_mean"] <= 3
             assert row["agent_0/grad_norm"] > 0 and row["critic_0/value_loss"] >= 0
             assert 0 <= row["eval/turn_1/reward_mean"] <= 3
         answers = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
-        assert len(answers) == 3 * 2 and all(len(answer["completion"].split()) > 3 for answer in answers)
+        assert len(answers) == 3 * 2 * 2 and all(len(answer["completion"].split()) > 3 for answer in answers)
         for i in (0, 1):
             trained = AutoModelForCausalLM.from_pretrained(folder / "model" / f"agent_{i}", dtype=torch.float32)
             moved = max((x - start[name]).abs().max().item() for name, x in trained.state_dict().items())
