@@ -382,9 +382,14 @@ def reached(run, metric, goal):
     return next((x for x, y in points if y >= goal), None)
 
 
+def runs_of(results):
+    """{variant: its runs}, of those variants that have some."""
+    return {label: list(entry["runs"].values()) for label, entry in results["variants"].items() if entry["runs"]}
+
+
 def table(name, study, results):
     """The markdown page of a study."""
-    variants = {label: list(entry["runs"].values()) for label, entry in results["variants"].items() if entry["runs"]}
+    variants = runs_of(results)
     metric = study["panels"][0]["metric"]
     goal = study.get("reach")
     if isinstance(goal, str):
@@ -459,10 +464,9 @@ def answers(variants):
 
 
 def load_results(folder, name):
-    """{variant: its runs} of a study."""
+    """`runs_of` a study that may not have been made."""
     path = folder / f"{name}.json"
-    variants = json.loads(path.read_text())["variants"] if path.exists() else {}
-    return {label: list(entry["runs"].values()) for label, entry in variants.items() if entry["runs"]}
+    return runs_of(json.loads(path.read_text())) if path.exists() else {}
 
 
 def readme(folder):
@@ -482,22 +486,19 @@ def readme(folder):
         lines.append("| " + " | ".join(cells) + " |")
     late = [run["eval"][-1] for label, runs in numbers.items() if "2 turns" in label for run in runs]
     low = sorted(value(row, "reward") for row in late if value(row, "reward") < 0.9)
-    lines += [
-        "",
-        f"- Two rounds: {len(low)} of {len(late)} runs fell back and ended at {', '.join(f'{x:.2f}' for x in low)}.",
-    ]
+    ends_low = ", ".join(f"{x:.2f}" for x in low)
+    lines += ["", f"- Two rounds: {len(low)} of {len(late)} runs fell back and ended at {ends_low}."]
     private = load_results(folder, "private_numbers")
     if private:
         explained = {
             label: shown([curve(x, "explained variance")[-1][1] for x in private[label]], 2) for label in private
         }
         goal = statistics.fmean(ends(run, "earned")[1] for run in private["IAC"])
-        steps = {label: statistics.fmean(reached(x, "earned", goal) for x in private[label]) for label in ["MAAC"]}
+        steps = statistics.fmean(reached(run, "earned", goal) for run in private["MAAC"])
         rewards = {label: shown([ends(run, "earned")[1] for run in private[label]], 3) for label in private}
-        lines += [
-            f"- Private numbers: explained variance {explained['MAAC']} with MAAC, {explained['IAC']} with IAC; reward",
-        ]
-        lines.append(f"  {rewards['MAAC']} and {rewards['IAC']}; MAAC reaches IAC's after {steps['MAAC']:.0f} answers.")
+        seen = f"explained variance {explained['MAAC']} with MAAC, {explained['IAC']} with IAC"
+        lines.append(f"- Private numbers: {seen}; reward")
+        lines.append(f"  {rewards['MAAC']} and {rewards['IAC']}; MAAC reaches IAC's after {steps:.0f} answers.")
     for label, runs in load_results(folder, "tldr").items():
         first, last, sigma = gain(runs[0])
         lines.append(
