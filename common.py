@@ -16,10 +16,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.utils import cached_file
@@ -63,9 +63,7 @@ def resolve_tokenizers(tokenizer: Any, agent_model: Any, count: int, options: di
         tokenizer = AutoTokenizer.from_pretrained(agent_model, **options)
     tokenizers = list(tokenizer) if isinstance(tokenizer, list | tuple) else [tokenizer] * count
     if len(tokenizers) != count or not all(hasattr(x, "decode") for x in tokenizers):
-        raise ValueError(
-            f"tokenizer, required unless agent_model is a name, must be one or {count}; got {tokenizer!r:.99}"
-        )
+        raise ValueError(f"tokenizer, unless agent_model is a name, must be one or {count}; got {tokenizer!r:.99}")
     return tokenizers
 
 
@@ -242,7 +240,7 @@ def call_model(model: nn.Module, dtype: str, **inputs: Any) -> Any:
         return model(use_cache=False, **{name: value for name, value in inputs.items() if takes_all or name in known})
 
 
-def last_hidden(backbone: nn.Module, sequences: list[list[int]], dtype: str) -> torch.Tensor:
+def last_hidden(backbone: nn.Module, sequences: list[list[int]], dtype: str) -> Tensor:
     """Hidden states [B, D] at the last token of each sequence; equal sequences go through the model once."""
     first: dict[tuple[int, ...], int] = {}
     index = [first.setdefault(tuple(sequence), len(first)) for sequence in sequences]  # [a, b, a] -> [0, 1, 0]
@@ -250,15 +248,18 @@ def last_hidden(backbone: nn.Module, sequences: list[list[int]], dtype: str) -> 
     return output.last_hidden_state[:, -1][index]
 
 
+class Scores(NamedTuple):
+    """What one forward pass tells of B completions."""
+
+    logprobs: Tensor  # [B, K] log softmax(z_k / temperature)[a_k] of generated tokens, 0 beyond the end
+    mask: Tensor  # [B, K] True on generated tokens, the stop token among them
+    hidden: Tensor | None  # [B, K + 1, D] last hidden states of the last prompt token and the generated ones, if wanted
+
+
 def score(
     model: nn.Module, prompts: list, completions: list, temperature: float, dtype: str, return_hidden: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Score every generated token, log softmax(z_k / temperature)[a_k], in one forward pass.
-
-    Returns logprobs [B, K], 0 beyond the end of a completion; mask [B, K], True on generated tokens, the stop token
-    among them; and with `return_hidden` the last hidden states [B, K + 1, D], of the last prompt token and the K
-    generated ones. Logits are computed for these columns only. What top_p and top_k cut off is not scored.
-    """
+) -> Scores:
+    """Score every generated token; what top_p and top_k cut off is not scored. Of prompts no logits are computed."""
     inputs, K = pad(prompts, completions, model.device), max(map(len, completions))
     output = call_model(model, dtype, **inputs, logits_to_keep=K + 1, output_hidden_states=return_hidden)
     logits = output.logits[:, -(K + 1) : -1].float()  # [B, K, V]: column k predicts generated token k
@@ -266,4 +267,4 @@ def score(
     mask = inputs["attention_mask"][:, -K:].bool()
     chosen = logits.gather(-1, inputs["input_ids"][:, -K:, None]).squeeze(-1)
     logprobs = (chosen - logits.logsumexp(-1)).masked_fill(~mask, 0.0)
-    return logprobs, mask, output.hidden_states[-1][:, -(K + 1) :] if return_hidden else None
+    return Scores(logprobs, mask, output.hidden_states[-1][:, -(K + 1) :] if return_hidden else None)

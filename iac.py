@@ -25,7 +25,7 @@ baseline: at the last turn it is r - Q(h, a), so as Q fits, the advantage shrink
     python iac.py                                      the demo: two tiny models name numbers that sum to n
     python iac.py --agent-model Qwen/Qwen3-0.6B --chat-template --task my_task.py
 
-Letters: N agents, C critics, G generations, T turns, B samples, P prompt tokens, K completion tokens, D hidden width.
+Letters: N agents, G generations, T turns, B samples, P prompt tokens, K completion tokens, D hidden width.
 """
 
 import copy
@@ -45,7 +45,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -106,9 +106,10 @@ class IACConfig:
 
     def __post_init__(self) -> None:
         """Refuse bad values, naming the field; fill in what is derived."""
-        zero, positive = ("eval_interval", "eval_num_samples", "checkpoint_interval", "seed"), ("temperature", "top_p")
-        low = dict.fromkeys(zero, 0) | dict.fromkeys((*positive, "max_grad_norm", "value_clip_range"), 1e-6)
-        low, high = low | {"early_termination_threshold": -1e300}, {"top_p": 1, "discount": 1, "seed": 2**32}
+        may_be_0 = ("eval_interval", "eval_num_samples", "checkpoint_interval", "seed")
+        above_0 = ("temperature", "top_p", "max_grad_norm", "value_clip_range")
+        low = dict.fromkeys(may_be_0, 0) | dict.fromkeys(above_0, 1e-6) | {"early_termination_threshold": -1e300}
+        high = {"top_p": 1, "discount": 1, "seed": 2**32}
         for f in fields(IACConfig):
             value, kinds = getattr(self, f.name), get_args(f.type) or (f.type,)  # of a Literal: what it lists
             least, most = low.get(f.name, 1 if int in kinds else 0), high.get(f.name, 1e300)
@@ -119,7 +120,7 @@ class IACConfig:
                 good = least <= value <= most and (type(value) in kinds or float in kinds)
                 value = float(value) if good and float in kinds else value
             else:
-                good = type(value) in kinds or (get_origin(f.type) is Literal and type(value) is str and value in kinds)
+                good = type(value) in kinds or (type(value) is str and value in kinds)  # a Literal lists strings
             if not good:
                 wanted = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
                 limits = f", at least {least:.10g} and at most {most:.10g}" if {int, float} & set(kinds) else ""
@@ -181,9 +182,12 @@ def call_reward(reward_func: Callable, completions: list[list[str]], prompts: li
         answers = [answers]
     positional = []
     for p in places:
-        if p.name not in named and not answers:
+        if p.name in named:
+            positional.append(named.pop(p.name))
+        elif answers:
+            positional.append(answers.pop(0))
+        else:
             break  # this one and those after it keep their defaults or are given by name
-        positional.append(named.pop(p.name) if p.name in named else answers.pop(0))
     by_name = {name: x for name, x in named.items() if name in parameters or "VAR_KEYWORD" in kinds}
     return reward_func(*positional, *answers, **by_name)
 
@@ -198,7 +202,7 @@ def read_rewards(raw: Any, N: int, G: int, where: str) -> list[list[float]]:
         rewards = torch.as_tensor(raw, dtype=torch.float64).cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError):  # None, text, rows of different lengths
         rewards = torch.tensor(math.nan)
-    per_agent = rewards.shape == (N,) and N not in (1, G)
+    per_agent = rewards.shape == (N,) and N != G
     if not (per_agent or rewards.shape in ((), (G,), (N, G))) or not rewards.float().isfinite().all():
         got = f"{len(raw)} values, {raw!r:.200}" if isinstance(raw, Sequence | Tensor) else f"{raw!r:.200}"
         forms = f"a number, {G} numbers (one per joint answer), {N} numbers (one per agent) or {N} lists of {G} numbers"
@@ -317,7 +321,7 @@ def explained_variance(values: Tensor, targets: Tensor) -> list[float]:
 
 
 ALGORITHM = "iac"  # names the folders of runs, and tells one file's runs from the other's
-# Where a run stands: epoch, next row in it, items, joint answers and updates done, env_step of the last logged row, ...
+# Attributes that tell where a run stands: epoch, next row in it, items, joint answers and updates done, ...
 POSITION = ("epoch", "row", "items_done", "env_step", "updates", "logged_step", "truncated", "run_id")
 LOADING = ("model_kwargs", "critic_model_kwargs", "tokenizer_kwargs")  # the keys of model_config
 MAY_CHANGE = {"num_train_epochs", "checkpoint_interval"}  # between a run and its resumption
@@ -359,42 +363,46 @@ class IACTrainer:
         output_dir: str | None = None,  # a new folder, by default one in runs/
     ) -> None:
         self.args = args = IACConfig() if args is None else args
-        if not isinstance(args, IACConfig):
-            raise ValueError(f"args must be an IACConfig, got {args!r:.200}")
+
+        def check(name: str, x: Any, kind: Any) -> None:
+            if not isinstance(x, kind):
+                raise ValueError(f"{name} must be of type {kind.__name__}, got {x!r:.200}")
+
+        check("args", args, IACConfig)
         N, separate, options = args.num_agents, args.use_separate_critic, model_config or {}
         formatters = (lambda item: item["prompt"]) if formatters is None else formatters
         self.formatters = [formatters] * N if callable(formatters) else formatters
         if not isinstance(self.formatters, Sequence) or len(self.formatters) != N:
             raise ValueError(f"formatters must be a function or a list of {N}, got {formatters!r:.200}")
-        self.informed = ["external_prompts" in common.parameters(x) for x in self.formatters if callable(x)]
         self.reward_func, self.reward_processor = reward_func, reward_processor or float
-        self.metrics_callback, self.external_transition = metrics_callback or (lambda episode: {}), external_transition
+        self.metrics_callback, self.external_transition = metrics_callback or (lambda rollout: {}), external_transition
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.wandb_config, self.output_dir = wandb_config, output_dir
         if not isinstance(options, Mapping) or set(options) - set(LOADING):
             raise ValueError(f"model_config must be a dict with keys among {LOADING}, got {options!r:.200}")
-        kinds = {"reward_func": (reward_func, Callable), "reward_processor": (self.reward_processor, Callable)}
-        kinds |= {"external_transition": (external_transition or len, Callable)}
-        kinds |= {"metrics_callback": (self.metrics_callback, Callable), "wandb_config": (wandb_config or {}, Mapping)}
-        kinds |= {f"formatters[{i}]": (formatter, Callable) for i, formatter in enumerate(self.formatters)}
-        kinds |= {f"model_config[{name!r}]": (options[name], Mapping) for name in options if name.endswith("_kwargs")}
-        for name, (x, kind) in kinds.items():
-            if not isinstance(x, kind):
-                raise ValueError(f"{name} must be a {kind.__name__}, got {x!r:.200}")
+        check("reward_func", reward_func, Callable)
+        check("reward_processor", self.reward_processor, Callable)
+        check("metrics_callback", self.metrics_callback, Callable)
+        check("wandb_config", {} if wandb_config is None else wandb_config, Mapping)
+        for i, formatter in enumerate(self.formatters):
+            check(f"formatters[{i}]", formatter, Callable)
+        for name in [name for name in options if name.endswith("_kwargs")]:
+            check(f"model_config[{name!r}]", options[name], Mapping)
         for name, x in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
             if isinstance(x, Mapping) or not (x is None or hasattr(x, "__getitem__") or hasattr(x, "__iter__")):
                 raise ValueError(f"{name} must be a list of dicts or the like, one for each row; got {x!r:.200}")
-        if args.num_turns > 1 and external_transition is None:
-            raise ValueError(f"external_transition is required with num_turns={args.num_turns}")
+        if args.num_turns > 1 or external_transition is not None:
+            check(f"external_transition (num_turns={args.num_turns})", external_transition, Callable)
 
         given = {"agent_model": agent_model, "agents": agents, "critic_model": critic_model, "critics": critics}
         sources = critic_sources = common.resolve_sources(given, "agent_model", "agents", N)
-        C = 1 if isinstance(critic_model, nn.Module) else N  # agent i is judged by self.critics[i % C]
+        num_critics = 1 if isinstance(critic_model, nn.Module) else N
+        self.critic_of = [i % num_critics for i in range(N)]  # agent i is judged by self.critics[self.critic_of[i]]
         if separate:
-            critic_sources = common.resolve_sources(given, "critic_model", "critics", C)
+            critic_sources = common.resolve_sources(given, "critic_model", "critics", num_critics)
         elif critic_model is not None or critics is not None:
             raise ValueError("critic_model and critics have no place with use_separate_critic=False")
-        groups = [("agent_devices", args.agent_devices, N), ("critic_devices", args.critic_devices, C)]
+        groups = [("agent_devices", args.agent_devices, N), ("critic_devices", args.critic_devices, num_critics)]
         groups += [("reference_devices", args.reference_devices, N)]
         self.agent_devices, critic_devices, reference_devices = common.place(args.parallel_training, groups)
         self.agents = common.load("agents", sources, self.agent_devices, options.get("model_kwargs", {}))
@@ -405,25 +413,24 @@ class IACTrainer:
             backbones = common.load("critics", critic_sources, critic_devices, options.get("critic_model_kwargs", {}))
             hidden_dim = args.critic_value_head_hidden_dim
         common.refuse_shared_weights(agents=self.agents, critics=backbones if separate else [])
-        self.critics = [Critic(critic_sources[c], backbones[c], hidden_dim, args.seed + c) for c in range(C)]
+        self.critics = [Critic(critic_sources[c], x, hidden_dim, args.seed + c) for c, x in enumerate(backbones)]
         self.tokenizers = common.resolve_tokenizers(tokenizer, agent_model, N, options.get("tokenizer_kwargs", {}))
         for i, tok in enumerate(self.tokenizers):
             common.check_vocabulary(f"agents[{i}]", self.agents[i], sources[i], tok)
-            common.check_vocabulary(f"critics[{i % C}]", backbones[i % C], critic_sources[i % C], tok)
+            c = self.critic_of[i]
+            common.check_vocabulary(f"critics[{c}]", backbones[c], critic_sources[c], tok)
         self.prompt_limits = [common.max_positions(agent) - args.max_new_tokens for agent in self.agents]
         if min(self.prompt_limits) < 1:
             raise ValueError(f"max_new_tokens={args.max_new_tokens} leaves a prompt no room in the models' positions")
         self.stops = [common.stop_ids(*pair) for pair in zip(self.agents, self.tokenizers, strict=True)]
 
-        def adamw(name: str, learning_rate: float, *modules: nn.Module) -> torch.optim.Optimizer:
+        def adamw(learning_rate: float, *modules: nn.Module) -> torch.optim.Optimizer:
             parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
-            if not parameters:
-                raise ValueError(f"{name} have no weights that train, requires_grad is False for all")
             return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0, fused=True)
 
         heads = [[] if separate else [self.critics[i].value_head] for i in range(N)]  # one optimiser for both
-        self.agent_optimizers = [adamw("agents", args.agent_learning_rate, self.agents[i], *heads[i]) for i in range(N)]
-        self.critic_optimizers = [adamw("critics", args.critic_learning_rate, x) for x in self.critics if separate]
+        self.agent_optimizers = [adamw(args.agent_learning_rate, self.agents[i], *heads[i]) for i in range(N)]
+        self.critic_optimizers = [adamw(args.critic_learning_rate, x) for x in self.critics if separate]
         self.generators, self.shuffle = self.new_generators(args.seed), torch.Generator().manual_seed(args.seed)
         self.stateful = [*self.agents, *self.critics, *self.agent_optimizers, *self.critic_optimizers]
         self.all_generators = [*self.generators, self.shuffle, torch.default_generator]
@@ -439,14 +446,14 @@ class IACTrainer:
         """A sampling generator for each agent."""
         return [torch.Generator(agent.device).manual_seed(1000 * seed + i) for i, agent in enumerate(self.agents)]
 
-    def turn_prompts(self, item: Mapping, turn: int, episode: list[RolloutSample], where: str) -> list[str]:
+    def turn_prompts(self, item: Mapping, turn: int, rollout: list[RolloutSample], where: str) -> list[str]:
         """The N prompts of an item's next turn, given the samples of its turns so far."""
         if not isinstance(item, Mapping):
             raise ValueError(f"{where}: a dataset item must be a dict, got {item!r:.200}")
         N, prompts = self.args.num_agents, []
         external, items = [None] * N, [item] * N
         if turn > 0:
-            own = [[s for s in episode if s.agent_idx == i] for i in range(N)]
+            own = [[s for s in rollout if s.agent_idx == i] for i in range(N)]
             external = self.external_transition(
                 prompt=item.get("prompt", ""),
                 agent_completions=[samples[-1].completion for samples in own],
@@ -462,26 +469,27 @@ class IACTrainer:
             items = [{**item, "_original_prompt": item.get("prompt", ""), "prompt": text} for text in external]
         for i, formatter in enumerate(self.formatters):
             try:
-                prompts.append(formatter(items[i], **({"external_prompts": external[i]} if self.informed[i] else {})))
+                informed = "external_prompts" in common.parameters(formatter)
+                prompts.append(formatter(items[i], **({"external_prompts": external[i]} if informed else {})))
             except KeyError as error:
                 raise ValueError(f"{where}, agent {i}: the formatter found no {error} in {item!r:.200}") from error
             if not isinstance(prompts[i], str) or not prompts[i].strip():
                 raise ValueError(f"{where}, agent {i}: the formatter returned {prompts[i]!r:.200}, not a prompt")
         return prompts
 
-    def micro_batches(self, samples: list[RolloutSample]) -> list[list[RolloutSample]]:
+    def micro_batches(self, samples: Sequence | Tensor) -> list[Any]:
         """Pieces of at most micro_batch_size samples, each of which goes through a model at once."""
         size = self.args.micro_batch_size or len(samples)
         return [samples[start : start + size] for start in range(0, len(samples), size)]
 
-    def score(self, model: nn.Module, samples: list[RolloutSample], return_hidden: bool = False) -> tuple:
-        """Get logprobs [B, K], mask [B, K] and hidden states [B, K + 1, D] or None of B samples, see common.score."""
+    def score(self, model: nn.Module, samples: list[RolloutSample], return_hidden: bool = False) -> common.Scores:
+        """Score the answers of B samples by a model: one forward pass."""
         prompts, completions = [s.prompt_ids for s in samples], [s.completion_ids for s in samples]
         return common.score(model, prompts, completions, self.args.temperature, self.args.dtype, return_hidden)
 
     def values(self, i: int, samples: list[RolloutSample], hidden: Tensor | None = None) -> Tensor:
-        """Values [B] of agent i's samples; with a shared backbone they are read off its hidden states [B, K + 1, D]."""
-        critic = self.critics[i % len(self.critics)]
+        """Values [B] of agent i's samples, by a pass of the critic or off hidden states [B, K + 1, D] of a score."""
+        critic = self.critics[self.critic_of[i]]
         if hidden is None:
             return critic([s.critic_ids for s in samples], self.args.dtype)
         column = [len(s.completion_ids) if self.args.critic_type == "q" else 0 for s in samples]  # 0: after the prompt
@@ -491,34 +499,38 @@ class IACTrainer:
     def appraise(self, samples: list[list[RolloutSample]]) -> None:
         """Fill in critic_ids, reference_kl and old_value of samples [N][B], by the weights they were drawn with."""
         for i, own in enumerate(samples):
-            limit = common.max_positions(self.critics[i % len(self.critics)].backbone)
+            limit = common.max_positions(self.critics[self.critic_of[i]].backbone)
             for s in own:
                 ids = s.prompt_ids + s.completion_ids if self.args.critic_type == "q" else s.prompt_ids
                 s.critic_ids = common.keep_end(ids, limit, self.tokenizers[i])
             for batch in self.micro_batches(own):
                 hidden = None
                 if self.references:  # the pass that scores the samples serves for the values of a shared backbone too
-                    logprobs, mask, hidden = self.score(self.agents[i], batch, not self.args.use_separate_critic)
-                    reference = self.score(self.references[i], batch)[0].to(logprobs.device)
-                    for s, kl in zip(batch, reference_kl(logprobs, reference, mask).tolist(), strict=True):
+                    scores = self.score(self.agents[i], batch, not self.args.use_separate_critic)
+                    reference = self.score(self.references[i], batch).logprobs.to(scores.logprobs.device)
+                    penalties, hidden = reference_kl(scores.logprobs, reference, scores.mask), scores.hidden
+                    for s, kl in zip(batch, penalties.tolist(), strict=True):
                         s.reference_kl = kl
                 for s, value in zip(batch, self.values(i, batch, hidden).tolist(), strict=True):
                     s.old_value = value
 
     def collect(self, items: list, first_row: int, generators: list, G: int, train: bool = True) -> list[list]:
-        """Play all items side by side, one batched generation per agent and turn; returns the samples of each item."""
+        """Play all items side by side, one batched generation per agent and turn.
+
+        Returns the rollout of each item: the samples of all its turns, agents and G generations, in this order.
+        """
         args, N = self.args, self.args.num_agents
         sampling = (args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.dtype)
-        episodes: list[list[RolloutSample]] = [[] for _ in items]
+        rollouts: list[list[RolloutSample]] = [[] for _ in items]
         active = list(range(len(items)))  # items whose episode goes on; B = len(active) * G, generations innermost
         for turn in range(args.num_turns):
             where = [f"row {first_row + e}, turn {turn + 1}" for e in range(len(items))]
             samples: list[list[RolloutSample]] = [[] for _ in range(N)]  # [N][B]
-            prompts = [self.turn_prompts(items[e], turn, episodes[e], where[e]) for e in active]  # [items][N]
-            for i, own in enumerate(zip(*prompts, strict=True)):
+            prompts = [self.turn_prompts(items[e], turn, rollouts[e], where[e]) for e in active]  # [items][N]
+            for i, agent_prompts in enumerate(zip(*prompts, strict=True)):
                 places = [f"{where[e]}, agent {i}" for e in active]
-                ids = common.encode(self.tokenizers[i], own, places, args.chat_template)
-                for e, prompt, whole in zip(active, own, ids, strict=True):
+                ids = common.encode(self.tokenizers[i], agent_prompts, places, args.chat_template)
+                for e, prompt, whole in zip(active, agent_prompts, ids, strict=True):
                     kept = common.keep_end(whole, self.prompt_limits[i], self.tokenizers[i])
                     self.truncated += int(train and len(kept) < len(whole))
                     samples[i] += [RolloutSample(i, first_row + e, turn, g, items[e], prompt, kept) for g in range(G)]
@@ -537,33 +549,30 @@ class IACTrainer:
                 for own, row in zip(joint, read_rewards(processed, N, G, f"{where[e]}, reward_processor"), strict=True):
                     for s, reward in zip(own, row, strict=True):
                         s.reward = reward
-                        episodes[e].append(s)
+                        rollouts[e].append(s)
             if train:
                 self.appraise(samples)
             if args.early_termination_threshold is not None:
-                mean = {e: sum(s.reward for s in episodes[e][-N * G :]) / (N * G) for e in active}  # of this turn
+                mean = {e: sum(s.reward for s in rollouts[e][-N * G :]) / (N * G) for e in active}  # of this turn
                 active = [e for e in active if mean[e] <= args.early_termination_threshold]
             if not active:
                 break
-        for episode in episodes:
-            paths = defaultdict(list)
-            for s in episode:
-                paths[s.agent_idx, s.generation_idx].append(s)
-            for path in paths.values():  # one agent's T collected turns
+        for rollout in rollouts:
+            for k in range(N * G):
+                path = rollout[k :: N * G]  # one agent's T collected turns
                 rewards = [s.reward - args.reference_kl_coef * s.reference_kl for s in path]
                 targets, td_errors = td_targets(rewards, [s.old_value for s in path], args.discount)
                 for t, s in enumerate(path):
                     s.target, s.advantage, s.expected_return = targets[t], td_errors[t], sum(x.reward for x in path[t:])
-        return episodes
+        return rollouts
 
     def update(self, i: int) -> None:
         """Update agent i and its critic on the whole buffer: turn by turn, shuffled, in mini-batches."""
         buffer, self.buffers[i] = self.buffers[i], []
-        c = i % len(self.critics)
+        c = self.critic_of[i]
         for turn in sorted({s.turn_idx for s in buffer}):
             group = [s for s in buffer if s.turn_idx == turn]
-            advantages, old_values = torch.tensor([[s.advantage, s.old_value] for s in group]).T
-            targets = torch.tensor([s.target for s in group])
+            advantages, old_values, targets = torch.tensor([[s.advantage, s.old_value, s.target] for s in group]).T
             self.metrics[f"agent_{i}/advantage_mean"] += advantages.tolist()
             self.metrics[f"critic_{c}/value_mean"] += old_values.tolist()
             self.metrics[f"critic_{c}/explained_variance"] += explained_variance(old_values, targets)
@@ -577,29 +586,28 @@ class IACTrainer:
 
     def actor_step(self, i: int, samples: list[RolloutSample], advantages: Tensor) -> None:
         """One optimiser step of agent i on B samples and advantages [B]; with a shared backbone, of its critic too."""
-        B, size = len(samples), self.args.micro_batch_size or len(samples)
-        for batch, A in zip(self.micro_batches(samples), advantages.split(size), strict=True):
-            logprobs, _, hidden = self.score(self.agents[i], batch, return_hidden=not self.args.use_separate_critic)
-            losses = policy_loss(logprobs, A.to(logprobs.device))
+        for batch, A in zip(self.micro_batches(samples), self.micro_batches(advantages), strict=True):
+            scores = self.score(self.agents[i], batch, return_hidden=not self.args.use_separate_critic)
+            losses = policy_loss(scores.logprobs, A.to(scores.logprobs.device))
             self.metrics[f"agent_{i}/policy_loss"] += losses.tolist()
-            if hidden is not None:
-                losses = losses + self.critic_losses(i, batch, hidden)
-            (losses.sum() / B).backward()
+            if scores.hidden is not None:
+                losses = losses + self.critic_losses(i, batch, scores.hidden)
+            (losses.sum() / len(samples)).backward()
         self.optimizer_step(f"agent_{i}/grad_norm", self.agent_optimizers[i])
 
     def critic_step(self, i: int, samples: list[RolloutSample]) -> None:
         """One optimiser step of agent i's critic on B samples."""
         for batch in self.micro_batches(samples):
             (self.critic_losses(i, batch).sum() / len(samples)).backward()
-        c = i % len(self.critics)
-        self.optimizer_step(f"critic_{c}/grad_norm", self.critic_optimizers[c])
+        self.optimizer_step(f"critic_{self.critic_of[i]}/grad_norm", self.critic_optimizers[self.critic_of[i]])
 
     def critic_losses(self, i: int, samples: list[RolloutSample], hidden: Tensor | None = None) -> Tensor:
-        """value_loss_coef times the value loss [B]; it is clipped where a shared backbone's hidden states are given."""
-        values, clip = self.values(i, samples, hidden), None if hidden is None else self.args.value_clip_range
+        """value_loss_coef times the value loss [B], which is clipped with a shared backbone."""
+        clip = None if self.args.use_separate_critic else self.args.value_clip_range
+        values = self.values(i, samples, hidden)
         targets, old_values = torch.tensor([[s.target, s.old_value] for s in samples], device=values.device).T
         losses = value_loss(values, targets, old_values, clip)
-        self.metrics[f"critic_{i % len(self.critics)}/value_loss"] += losses.tolist()
+        self.metrics[f"critic_{self.critic_of[i]}/value_loss"] += losses.tolist()
         return self.args.value_loss_coef * losses
 
     def optimizer_step(self, name: str, optimizer: torch.optim.Optimizer) -> None:
@@ -614,9 +622,9 @@ class IACTrainer:
         optimizer.step()
         optimizer.zero_grad()
 
-    def add_metrics(self, metrics: dict[str, list[float]], episode: list[RolloutSample], prefix: str = "") -> None:
+    def add_metrics(self, metrics: dict[str, list[float]], rollout: list[RolloutSample], prefix: str = "") -> None:
         """Add what is logged of an item's samples, the user's metrics among it, to lists that will be averaged."""
-        for s in episode:
+        for s in rollout:
             turn, agent = f"{prefix}turn_{s.turn_idx + 1}", f"{prefix}agent_{s.agent_idx}"
             metrics[f"{turn}/reward_mean"].append(s.reward)
             metrics[f"{turn}/expected_return"].append(s.expected_return)
@@ -625,26 +633,26 @@ class IACTrainer:
             metrics[f"{agent}/finished_fraction"].append(float(s.finished))
             if self.references and not prefix:
                 metrics[f"{agent}/reference_kl"].append(s.reference_kl)
-        own = self.metrics_callback(episode)
+        further = self.metrics_callback(rollout)
         try:
-            for name, value in own.items():
+            for name, value in further.items():
                 metrics[f"{prefix}{name}"] += [float(value)] if math.isfinite(value) else []  # NaN: nothing to average
         except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"metrics_callback must return a dict of numbers, got {own!r:.200}") from error
+            raise ValueError(f"metrics_callback must return a dict of numbers, got {further!r:.200}") from error
 
     def evaluate(self) -> dict[str, float]:
         """Mean metrics, named eval/..., of eval_num_samples items of eval_dataset with one joint answer each.
 
         Drawn from generators of their own, seeded by env_step: evaluating never changes the training that follows.
         """
-        args, episodes, metrics = self.args, [], defaultdict(list)
+        args, rollouts, metrics = self.args, [], defaultdict(list)
         items = list(islice(common.iterate(self.eval_dataset or []), args.eval_num_samples))
         generators = self.new_generators(args.seed + 7919 * (self.env_step + 1))
         for start in range(0, len(items), args.eval_batch_size):
-            episodes += self.collect(items[start : start + args.eval_batch_size], start, generators, 1, train=False)
-        for number, episode in enumerate(episodes):
-            self.add_metrics(metrics, episode, "eval/")
-            for s in episode:
+            rollouts += self.collect(items[start : start + args.eval_batch_size], start, generators, 1, train=False)
+        for number, rollout in enumerate(rollouts):
+            self.add_metrics(metrics, rollout, "eval/")
+            for s in rollout:
                 row = {"row": s.row, "turn": s.turn_idx + 1, "agent": s.agent_idx, "prompt": s.prompt}
                 self.write("completions.jsonl", row | {"completion": s.completion, "reward": s.reward})
                 if number < 3:  # a few on the console
@@ -671,7 +679,8 @@ class IACTrainer:
             steps, seconds = self.env_step - self.logged_step, time.perf_counter() - self.logged_at
             row |= {f"time/{part}": spent / seconds for part, spent in self.seconds.items()}
             row |= {"time/env_steps_per_second": steps / seconds, "truncated_prompts": self.truncated}
-            self.metrics.clear(), self.seconds.clear()
+            self.metrics.clear()
+            self.seconds.clear()
             self.logged_step, self.logged_at = self.env_step, time.perf_counter()
         if row:
             self.write("metrics.jsonl", row)
@@ -694,25 +703,20 @@ class IACTrainer:
         os.rename(new, path)
 
     def snapshot(self) -> None:
-        """Note where the run stands between two batches: what a checkpoint holds beside the weights."""
+        """Note where the run stands between two batches, all but the weights: what a checkpoint holds beside them."""
         files = [os.path.join(self.output_dir, name) for name in ("metrics.jsonl", "completions.jsonl") if self.running]
         _, keys, *others = np.random.get_state()
         self.state = {name: getattr(self, name) for name in POSITION} | {
             "generators": [x.get_state() for x in self.all_generators],
             "random": (random.getstate(), ("MT19937", keys.tolist(), *others)),  # the user's functions may draw
-            "buffers": [list(buffer) for buffer in self.buffers],
+            "buffers": [[asdict(s) for s in buffer] for buffer in self.buffers],
             "metrics": {name: list(values) for name, values in self.metrics.items()},
             "sizes": {os.path.basename(file): os.path.getsize(file) for file in files if os.path.exists(file)},
         }
-        self.updating = False
 
     def save_checkpoint(self, path: str) -> None:
         """Write all that changes in training, for `train(resume_from=...)` to go on as if nothing had happened."""
-        state = self.state | {
-            "settings": self.settings,
-            "weights": [x.state_dict() for x in self.stateful],
-            "buffers": [[asdict(s) for s in buffer] for buffer in self.state["buffers"]],
-        }
+        state = self.state | {"settings": self.settings, "weights": [x.state_dict() for x in self.stateful]}
         file = os.path.join(path, "state.pt")
         try:
             os.makedirs(path, exist_ok=True)
@@ -741,13 +745,13 @@ class IACTrainer:
             setattr(self, name, state[name])
         for x, saved in zip(self.stateful, state["weights"], strict=True):
             x.load_state_dict(saved)
+            x.zero_grad()  # an error may have left some
         for x, saved in zip(self.all_generators, state["generators"], strict=True):
             x.set_state(saved)
-        random.setstate(state["random"][0]), np.random.set_state(state["random"][1])
+        random.setstate(state["random"][0])
+        np.random.set_state(state["random"][1])
         self.buffers = [[RolloutSample(**s) for s in buffer] for buffer in state["buffers"]]
         self.state, self.metrics = state, defaultdict(list, state["metrics"])
-        for optimizer in (*self.agent_optimizers, *self.critic_optimizers):
-            optimizer.zero_grad()
 
     def start_run(self, resume_from: str | None) -> None:
         """Make a new folder for the run, or take up a run in its own folder; start the W&B run."""
@@ -757,30 +761,30 @@ class IACTrainer:
         if hasattr(self.train_dataset, "__len__"):  # a bad row shows now, not after hours
             for row, item in enumerate(common.iterate(self.train_dataset)):
                 self.turn_prompts(item, 0, [], f"row {row}, turn 1")
-        if resume_from and not os.path.exists(os.path.join(resume_from, "state.pt")):
-            self.output_dir = resume_from  # the folder of a run, which goes on in it, from the start if it has to
+        is_checkpoint = resume_from and os.path.exists(os.path.join(resume_from, "state.pt"))
+        if resume_from and not is_checkpoint:  # the folder of a run, which goes on in it, from the start if it has to
+            self.output_dir = resume_from
             self.refuse_other(read_settings(resume_from), resume_from)
             if os.path.exists(os.path.join(resume_from, "checkpoint", "state.pt")):
                 self.load_checkpoint(os.path.join(resume_from, "checkpoint"))
             elif self.running:
                 raise ValueError(f"{resume_from} has no checkpoint: begin again with a new trainer")
-            sizes = self.state["sizes"]
-        else:
-            sizes = {}
-            if resume_from:
+        else:  # a new folder, for a new run or for one that goes on from a checkpoint elsewhere
+            if is_checkpoint:
                 self.load_checkpoint(resume_from)
             self.output_dir = self.output_dir or f"runs/{ALGORITHM}__{args.critic_type}__{args.seed}__{stamp}"
             os.makedirs(self.output_dir, exist_ok=True)
             if os.listdir(self.output_dir):
                 raise ValueError(f"output_dir={self.output_dir!r} holds files already: name a new folder or resume it")
+            self.state["sizes"] = {}
         for name in ("metrics.jsonl", "completions.jsonl"):  # what was logged after the checkpoint comes again
             with open(os.path.join(self.output_dir, name), "a") as file:
-                file.truncate(sizes.get(name, 0))
+                file.truncate(self.state["sizes"].get(name, 0))
         config = os.path.join(self.output_dir, "config.json")
         with open(f"{config}.new", "w") as file:
             json.dump({"algorithm": ALGORITHM} | asdict(args), file, indent=2)
         os.replace(f"{config}.new", config)
-        self.running, self.stopping = True, False
+        self.running, self.updating, self.stopping = True, False, False
         if self.wandb_config is not None:
             import wandb  # takes a second, and few runs need it
 
@@ -805,7 +809,7 @@ class IACTrainer:
                 count = math.ceil(missing / (args.num_generations * args.num_turns))
                 items = [item, *islice(rows, min(count, args.rollout_batch_size or count) - 1)]
                 item = next(rows, None)  # looking ahead tells where the epoch ends
-                yield items, item is None
+                yield items, item is None  # meanwhile `train` moves self.epoch, self.row and the buffers on
 
     def interrupt(self, *_: Any) -> None:
         """Stop at once in a rollout, of which nothing is kept; finish an update first, unless asked a second time."""
@@ -831,18 +835,18 @@ class IACTrainer:
             self.report()
             for items, epoch_ends in self.item_batches():
                 started = time.perf_counter()
-                episodes = self.collect(items, self.row, self.generators, args.num_generations)
+                rollouts = self.collect(items, self.row, self.generators, args.num_generations)
                 self.seconds["rollout"] += time.perf_counter() - started
-                for episode in episodes:  # from here on as if each item had been generated on its own
-                    self.add_metrics(self.metrics, episode)
-                    for s in episode:
+                for rollout in rollouts:  # from here on as if each item had been generated on its own
+                    self.add_metrics(self.metrics, rollout)
+                    for s in rollout:
                         s.item = None
                         self.buffers[s.agent_idx].append(s)
-                    self.env_step += len(episode) // args.num_agents
+                    self.env_step += len(rollout) // args.num_agents
                     self.items_done, self.row = self.items_done + 1, self.row + 1
-                    bar.set_postfix(reward=f"{sum(s.reward for s in episode) / len(episode):.2f}", refresh=False)
+                    bar.set_postfix(reward=f"{sum(s.reward for s in rollout) / len(rollout):.2f}", refresh=False)
                     bar.update()
-                    if episode is not episodes[-1]:
+                    if rollout is not rollouts[-1]:  # that one comes after its update
                         self.report()
                 if epoch_ends:
                     self.epoch, self.row = self.epoch + 1, 0
@@ -853,6 +857,7 @@ class IACTrainer:
                     self.updates += 1
                     self.seconds["update"] += time.perf_counter() - started
                 self.snapshot()
+                self.updating = False
                 if self.stopping:
                     raise KeyboardInterrupt
                 if args.checkpoint_interval and not self.buffers[0] and self.updates % args.checkpoint_interval == 0:
@@ -880,7 +885,7 @@ class IACTrainer:
 TINY_LM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tests", "tiny_lm")
 DEMO = dict(  # what suits tests/tiny_lm
     agent_model=TINY_LM, max_new_tokens=3, agent_learning_rate=3e-4, critic_learning_rate=1e-4, max_grad_norm=None,
-    rollout_buffer_size=64, num_train_epochs=10, eval_interval=1600, eval_num_samples=128, eval_batch_size=128,
+    rollout_buffer_size=64, num_train_epochs=8, eval_interval=1600, eval_num_samples=128, eval_batch_size=128,
 )  # fmt: skip
 
 
@@ -900,18 +905,6 @@ class Args(IACConfig):
     wandb_entity: str | None = None  # its entity
 
 
-def load_task(args: Args) -> dict[str, Any]:
-    """The trainer arguments that a task file defines, or those of the number task."""
-    if args.task is None:
-        return number_task(args.num_agents, args.seed)
-    sys.path.insert(0, os.path.dirname(os.path.abspath(args.task)))  # a task may import its neighbours
-    task = runpy.run_path(args.task)
-    names = "train_dataset eval_dataset formatters reward_func reward_processor external_transition metrics_callback"
-    found = {name: task[name] for name in names.split() if name in task}
-    tqdm.write(f"{args.task} defines {', '.join(found) or 'nothing that is read'}.")  # shows a name that is misspelt
-    return found
-
-
 def main() -> None:
     """Train from the command line."""
     transformers.logging.disable_progress_bar()
@@ -924,11 +917,18 @@ def main() -> None:
         args = tyro.cli(Args, default=Args(**{f.name: saved[f.name] for f in fields(Args) if f.name in saved}))
     if args.use_separate_critic and not (args.critic_model or args.critics):
         args.critic_model, args.critics = args.agent_model, args.agents
-    models = {name: getattr(args, name) for name in ("agent_model", "agents", "critic_model", "critics")}
+    given = {name: getattr(args, name) for name in ("agent_model", "agents", "critic_model", "critics", "output_dir")}
+    if args.task is None:
+        task = number_task(args.num_agents, args.seed)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(args.task)))  # a task may import its neighbours
+        defined = runpy.run_path(args.task)
+        keys = "train_dataset eval_dataset formatters reward_func reward_processor external_transition metrics_callback"
+        task = {name: defined[name] for name in keys.split() if name in defined}
+        tqdm.write(f"{args.task} defines {', '.join(task) or 'nothing that is read'}.")  # shows a name that is misspelt
     tokenizer = [common.AutoTokenizer.from_pretrained(name) for name in args.agents or []] or None
     wandb_config = {"project": args.wandb_project, "entity": args.wandb_entity} if args.track else None
-    outputs = {"output_dir": args.output_dir, "wandb_config": wandb_config}
-    trainer = IACTrainer(**models, tokenizer=tokenizer, args=args, **outputs, **load_task(args))
+    trainer = IACTrainer(**given, tokenizer=tokenizer, args=args, wandb_config=wandb_config, **task)
     try:
         trainer.train(args.resume)
     except KeyboardInterrupt:

@@ -137,6 +137,7 @@ def test_explained_variance(file, values, targets, explained):
         ([1, 2], 2, 1, [[1], [2]]),
         ([1, 2], 2, 2, [[1, 2], [1, 2]]),  # either: one per joint answer
         ([1, 2, 3], 1, 3, [[1, 2, 3]]),
+        ([4], 1, 3, [[4, 4, 4]]),  # one per agent, of which there is one
         (np.array([1, 2, 3]), 2, 3, [[1, 2, 3], [1, 2, 3]]),
         (torch.tensor([1, 2]), 2, 3, [[1, 1, 1], [2, 2, 2]]),
         ([torch.tensor(1.0), np.float64(2)], 2, 3, [[1, 1, 1], [2, 2, 2]]),

@@ -88,4 +88,4 @@ def test_common_holds_no_algorithm_and_sees_no_config():
             names.add(node.arg)
     assert not imported & {"iac", "maac", "tyro", "wandb", "tqdm", "json", "dataclasses"}
     assert not names & ALGORITHM
-    assert not [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] == ["Scores"]  # a plain record
