@@ -3,6 +3,7 @@
     python tests/benchmark/learning.py                         list the studies
     python tests/benchmark/learning.py private_numbers         run what is not there yet, then draw
     python tests/benchmark/learning.py private_numbers --draw  draw the figure and the table from results/ again
+    python tests/benchmark/learning.py kl temperature          several studies, one after the other
     python tests/benchmark/learning.py numbers --peer-python ../peer/bin/python      with comlrl too, from its own venv
 
 A run is a command line of iac.py or maac.py in a process of its own with one thread. Its folder stays in --runs: there
@@ -574,7 +575,7 @@ def origin():
 def parse(line=None):
     """The options of a command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", nargs="?", choices=list(STUDIES), help="which study; none: list them")
+    parser.add_argument("studies", nargs="*", metavar="study", help="which; none: list them")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of the study's own")
     parser.add_argument("--only", nargs="+", help="names of variants; the others are left as they are")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each with one thread")
@@ -585,7 +586,10 @@ def parse(line=None):
     parser.add_argument("--peer-python", help="Python of a virtual environment with comlrl==1.4.3")
     parser.add_argument("--peer-run", help=argparse.SUPPRESS)
     parser.add_argument("--peer-file", help=argparse.SUPPRESS)
-    return parser.parse_args(line)
+    options = parser.parse_args(line)
+    if unknown := [name for name in options.studies if name not in STUDIES]:
+        parser.error(f"there is no study {unknown[0]!r}, but {', '.join(STUDIES)}")
+    return options
 
 
 def main():
@@ -594,17 +598,17 @@ def main():
         peer_run(json.loads(options.peer_run), options.peer_file)
     elif options.readme:
         print("\n".join(readme(options.results)))
-    elif options.study is None:
+    elif not options.studies:
         for name, study in STUDIES.items():
             print(f"{name}: {study['title']}\n  " + "\n  ".join(study["variants"]))
-    else:
-        study = STUDIES[options.study]
+    for name in options.studies:
+        study = STUDIES[name]
         if not options.draw:
-            run_study(options.study, study, options)
-        results = json.loads((options.results / f"{options.study}.json").read_text())
-        draw(options.study, study, results, options.results)
-        page = table(options.study, study, results)
-        (options.results / f"{options.study}.md").write_text(page)
+            run_study(name, study, options)
+        results = json.loads((options.results / f"{name}.json").read_text())
+        draw(name, study, results, options.results)
+        page = table(name, study, results)
+        (options.results / f"{name}.md").write_text(page)
         print(page)
 
 

@@ -448,6 +448,11 @@ def readme(folder):
             for x in (peer["samples_per_s"], floor["cpu"], peer["peak_mb"]):
                 cells.append(f"{x[0]:.3g} ({x[1]:.3g} to {x[2]:.3g})")
             lines.append("| " + " | ".join([*cells, str(result["about"]["threads per process"])]) + " |")
+    for path in folder.glob("speed_growth.json"):
+        by = {row["varied"]: row for row in json.loads(path.read_text())["growth"]}
+        powers = ", ".join(f"{x.replace('-', ' ')} {row['cpu_exponent']:.2f}" for x, row in by.items())
+        memory = f"memory, buffer with micro 8, {by['buffer-with-micro-8']['mb_exponent']:.2f}"
+        lines += ["", f"- Growth, exponents of CPU time per update: {powers}; of {memory}."]
     return lines
 
 
