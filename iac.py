@@ -72,7 +72,6 @@ class IACConfig:
     agent_learning_rate: float = 5e-6  # AdamW step size of the actors (with a shared backbone: of the critics too)
     critic_learning_rate: float = 5e-6  # AdamW step size of the critics
     value_loss_coef: float = 0.6  # weight of the critic loss
-    value_clip_range: float | None = 0.2  # shared backbone: how far a value may move from C_old; None = off
     advantage_normalization: bool = True  # mean 0 and deviation 1 within each agent and turn
     rollout_buffer_size: int = 8  # samples per agent that start an update
     train_batch_size: int | None = None  # samples per optimiser step; None = rollout_buffer_size
@@ -91,6 +90,7 @@ class IACConfig:
     reference_kl_coef: float = 0.1  # weight of that penalty
     critic_value_head_hidden_dim: int | None = None  # separate critic: width of a tanh layer; None = a linear head
     value_head_hidden_dim: int | None = None  # shared backbone: the same
+    value_clip_range: float | None = 0.2  # shared backbone: how far a value may move from C_old; None = off
     max_grad_norm: float | None = 1.0  # gradient clipping per model; None = off
     eval_interval: int = 16  # dataset items between evaluations; 0 = never evaluate
     eval_num_samples: int = 4  # dataset items per evaluation
@@ -265,7 +265,7 @@ class RolloutSample:
     completion_ids: list[int] = field(default_factory=list)  # as generated, a stop token included
     finished: bool = False  # ended by a stop token, not by the length limit
     reward: float = 0.0  # R: processed, before the KL penalty
-    critic_ids: list[int] = field(default_factory=list)  # what the critic reads
+    critic_ids: list[int] = field(default_factory=list)  # what a separate critic reads; a shared one: see `values`
     reference_kl: float = 0.0  # KL_t
     old_value: float = 0.0  # C_old(t)
     target: float = 0.0  # y_t

@@ -384,7 +384,7 @@ def test_a08_the_critic_is_read_at_the_right_token(variant, critic_type, pads, l
         assert len(s.completion_ids) == length and s.target == s.reward == 1.0
         assert s.advantage == pytest.approx(1 - seen / 10, abs=1e-6)
     if variant == "iac_shared":  # and the same in the pass that trains
-        logprobs, _, hidden = trainer.score(trainer.agents[0], samples[:1], return_hidden=True)
+        logprobs, _, hidden = trainer.score(trainer.agents[0], samples[:1], return_hidden=True)[:3]
         assert trainer.values(0, samples[:1], hidden).tolist() == pytest.approx([seen / 10])
         assert logprobs.shape == (1, length)
 

@@ -59,7 +59,7 @@ def test_padding_changes_no_score_and_no_value(model):
         hidden = critic.backbone(input_ids=torch.tensor([sequence])).last_hidden_state[0, -1]
         assert value.item() == approx(critic.value_head(hidden).item(), abs=1e-5)
     for scored in (model, reference):
-        together, mask, hidden = common.score(scored, prompts, ANSWERS, 1.0, "float32", True)
+        together, mask, hidden = common.score(scored, prompts, ANSWERS, 1.0, "float32", True)[:3]
         assert mask.tolist() == [[True] * 4, [True, True, False, False]] and together[1, 2:].tolist() == [0.0, 0.0]
         for row, (prompt, answer) in enumerate(zip(prompts, ANSWERS, strict=True)):
             alone = common.score(scored, [prompt], [answer], 1.0, "float32")[0][0]
@@ -87,7 +87,8 @@ def test_the_end_token_counts_also_where_it_is_the_pad_token(model, monkeypatch)
     def gradients():
         logits = []
         hook = model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output))
-        logprobs, mask, _ = common.score(model, [prompt] * 2, answers, 1.0, "float32")
+        scores = common.score(model, [prompt] * 2, answers, 1.0, "float32")
+        logprobs, mask = scores.logprobs, scores.mask
         hook.remove()
         return logprobs, mask, torch.autograd.grad(logprobs.sum(), logits[0])[0][:, -6:-1]  # [B, K, V]
 

@@ -397,6 +397,7 @@ def table(name, study, results):
         goal = statistics.fmean(ends(run, metric)[1] for run in variants[goal]) if goal in variants else None
     page = [f"# {study['title']}", "", f"![curves]({name}.png)", ""]
     page += [f"Mean ± standard deviation over the runs; last: the mean of the last three points. Metric: {metric}.", ""]
+    page += [study["lesson"], ""] if "lesson" in study else []
     head = ["variant", "runs", "joint answers", "first", "last", f"answers to reach {goal:.3f}" if goal else ""]
     head = [*filter(None, head), "explained variance at the end", "joint answers/s"]
     head = head[:-1] if name == "tldr" else head  # hours beside other work: seconds mean nothing
@@ -505,6 +506,11 @@ def readme(folder):
         lines.append(
             f"- Summaries, {label}: {first} before, {last} over the last five evaluations, {sigma:.1f} errors more."
         )
+    for name, study in STUDIES.items():
+        if "lesson" in study and (made := load_results(folder, name)):
+            ends_of = {label.removeprefix("IAC "): [ends(run, "reward")[1] for run in made[label]] for label in made}
+            found = ", ".join(f"{label} {shown(values, 3)}" for label, values in ends_of.items())
+            lines.append(f"- {study['title']} (IAC, number game): {found}. {study['lesson']}")
     return lines
 
 
