@@ -4,11 +4,11 @@ N agents, each a language model, read a prompt each and answer; one reward score
 critic of its own that reads what agent i reads: the other agents are part of its environment. (In maac.py one critic
 reads everything, for all agents; `diff iac.py maac.py` shows the difference.)
 
-    policy     log pi_i(a|h) = sum_k log softmax(z_k / temperature)[a_k]     over the generated tokens, stop included
+    policy     log pi_i(a_i|h_i) = sum_k log softmax(z_k / temperature)[a_k]   prompt h_i, answer a_i with its stop token
     reward     r_t = R_t - reference_kl_coef * KL_t,  R = reward_processor(reward_func(...))
                KL_t = sum_k [log pi_i(a_k) - log pi_i^ref(a_k)]              only with reference_kl_enabled
-    critic     critic_type "v": C(t) = V_i(h_t), read at the end of the prompt
-               critic_type "q": C(t) = Q_i(h_t, a_t), read at the end of the answer
+    critic     critic_type "v": C(t) = V_i(h_i), read at the end of the prompt
+               critic_type "q": C(t) = Q_i(h_i, a_i), read at the end of the answer
     target     y_t = r_t + discount * C_old(t + 1),  y_T = r_T at the last collected turn T
     advantage  A_t = y_t - C_old(t), the TD error, normalised over the samples of one agent and turn
     losses     actor   -mean_b log pi_i(a_b|h_b) * A_b
@@ -260,16 +260,16 @@ class RolloutSample:
     generation_idx: int
     item: Mapping | None  # the dataset row itself, until the sample lies in the buffer
     prompt: str
-    prompt_ids: list[int]
+    prompt_ids: list[int]  # h_i
     completion: str = ""  # without the stop token
-    completion_ids: list[int] = field(default_factory=list)  # as generated, a stop token included
+    completion_ids: list[int] = field(default_factory=list)  # a_i: as generated, a stop token included
     finished: bool = False  # ended by a stop token, not by the length limit
     reward: float = 0.0  # R: processed, before the KL penalty
     critic_ids: list[int] = field(default_factory=list)  # what a separate critic reads; a shared one: see `values`
     reference_kl: float = 0.0  # KL_t
     old_value: float = 0.0  # C_old(t)
     target: float = 0.0  # y_t
-    advantage: float = 0.0  # y_t - C_old(t)
+    advantage: float = 0.0  # y_t - C_old(t); normalised only in `update`
     expected_return: float = 0.0  # R summed from this turn on, undiscounted
 
 
