@@ -4,7 +4,7 @@ N agents, each a language model, read a prompt each and answer; one reward score
 critic reads what all agents read, and gives all of them the same TD error, apart from their own rewards where rewards
 are per agent. (In iac.py every agent has a critic of its own; `diff iac.py maac.py` shows the difference.)
 
-    policy     log pi_i(a_i|h_i) = sum_k log softmax(z_k / temperature)[a_k]   prompt h_i, answer a_i with its stop token
+    policy     log pi_i(a_i|h_i) = sum_k log softmax(z_k / temperature)[a_k]   h_i: prompt, a_i: answer with stop token
     reward     r_t = R_t - reference_kl_coef * KL_t,  R = reward_processor(reward_func(...))
                KL_t = sum_k [log pi_i(a_k) - log pi_i^ref(a_k)]              only with reference_kl_enabled
     critic     critic_type "v": C(t) = V(h), read at the end of all agents' prompts h = (h_1, ..., h_N)
