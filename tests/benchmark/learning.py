@@ -477,9 +477,8 @@ def readme(folder):
     lines = ["| number game | one round | answers to 0.9 | two rounds |", "| --- | --- | --- | --- |"]
     for label in dict.fromkeys(label.removesuffix(" 1 turn").removesuffix(" 2 turns") for label in numbers):
         one, two = (numbers.get(f"{label} {turns}", []) for turns in TURNS)
-        if not one:
+        if not one or not one[0]["eval"]:
             continue
-        label += "" if one[0]["eval"] else " (of training)"
         steps = [reached(run, "reward", 0.9) for run in one]
         found = [x for x in steps if x is not None]
         cells = [label, shown([ends(run, "reward")[1] for run in one], 3)]
@@ -490,6 +489,13 @@ def readme(folder):
     low = sorted(value(row, "reward") for row in late if value(row, "reward") < 0.9)
     ends_low = ", ".join(f"{x:.2f}" for x in low)
     lines += ["", f"- Two rounds: {len(low)} of {len(late)} runs fell back and ended at {ends_low}."]
+    for peer in (label for label in numbers if label.startswith("comlrl")):
+        found = []
+        for runs in (numbers[peer], numbers[peer.removeprefix("comlrl ")]):
+            last = [statistics.fmean(y for _, y in curve(run, "training reward")[-3:]) for run in runs]
+            seconds = statistics.fmean(run["seconds"] for run in runs)
+            found.append(f"{shown(last, 3)} in {seconds:.0f} s ({len(runs)} runs)")
+        lines.append(f"- Training reward at the end, {peer}: {found[0]}, ours {found[1]}, beside other work.")
     private = load_results(folder, "private_numbers")
     if private:
         explained = {
