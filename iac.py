@@ -758,6 +758,8 @@ class IACTrainer:
         args, stamp = self.args, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
         if self.train_dataset is None:
             raise ValueError("train_dataset is required to train")
+        if args.eval_interval and self.eval_dataset is None:
+            tqdm.write("There is no eval_dataset: nothing is evaluated.")
         if hasattr(self.train_dataset, "__len__"):  # a bad row shows now, not after hours
             for row, item in enumerate(common.iterate(self.train_dataset)):
                 self.turn_prompts(item, 0, [], f"row {row}, turn 1")
