@@ -506,7 +506,7 @@ class IACTrainer:
             for batch in self.micro_batches(own):
                 hidden = None
                 if self.references:  # the pass that scores the samples serves for the values of a shared backbone too
-                    scores = self.score(self.agents[i], batch, not self.args.use_separate_critic)
+                    scores = self.score(self.agents[i], batch, return_hidden=not self.args.use_separate_critic)
                     reference = self.score(self.references[i], batch).logprobs.to(scores.logprobs.device)
                     penalties, hidden = reference_kl(scores.logprobs, reference, scores.mask), scores.hidden
                     for s, kl in zip(batch, penalties.tolist(), strict=True):
