@@ -119,6 +119,7 @@ STUDIES = {
     },
     "advantage_normalization": {
         "title": "Advantage normalisation",
+        "lesson": "Without it the end is the same, but 0.9 is reached 30 % later.",
         "seeds": [1, 2, 3],
         "flags": SHORT,
         "variants": crossed(IAC, {"on": {}, "off": {"advantage_normalization": False}}),
@@ -127,6 +128,7 @@ STUDIES = {
     },
     "discount": {
         "title": "Discount between two turns",
+        "lesson": "Each round pays for itself: looking ahead only adds noise, and the run that fell back did so.",
         "seeds": [1, 2, 3],
         "flags": SHORT | {"num_turns": 2} | HALF,
         "variants": crossed(IAC, {"discount 1": {}} | {f"discount {x}": {"discount": x} for x in (0.0, 0.5)}),
@@ -135,6 +137,7 @@ STUDIES = {
     },
     "kl": {
         "title": "Reference penalty",
+        "lesson": "0.01 costs nothing; at 0.1 leaving the first policy costs more than the game pays.",
         "seeds": [1, 2, 3],
         "flags": SHORT,
         "variants": crossed(
@@ -147,6 +150,7 @@ STUDIES = {
     },
     "temperature": {
         "title": "Temperature",
+        "lesson": "Sampling and score share it: a low one sharpens both and learns faster, a high one slower.",
         "seeds": [1, 2, 3],
         "flags": SHORT,
         "variants": crossed(IAC, {"temperature 1": {}} | {f"temperature {x}": {"temperature": x} for x in (0.5, 1.5)}),
@@ -155,6 +159,7 @@ STUDIES = {
     },
     "buffer": {
         "title": "Buffer size",
+        "lesson": "More and noisier updates win at equal answers, though each teaches less.",
         "seeds": [1, 2, 3],
         "flags": SHORT,
         "variants": crossed(IAC, {"buffer 64": {}} | {f"buffer {x}": {"rollout_buffer_size": x} for x in (16, 256)}),
@@ -489,13 +494,13 @@ def readme(folder):
     low = sorted(value(row, "reward") for row in late if value(row, "reward") < 0.9)
     ends_low = ", ".join(f"{x:.2f}" for x in low)
     lines += ["", f"- Two rounds: {len(low)} of {len(late)} runs fell back and ended at {ends_low}."]
-    for peer in (label for label in numbers if label.startswith("comlrl")):
-        found = []
-        for runs in (numbers[peer], numbers[peer.removeprefix("comlrl ")]):
-            last = [statistics.fmean(y for _, y in curve(run, "training reward")[-3:]) for run in runs]
-            seconds = statistics.fmean(run["seconds"] for run in runs)
-            found.append(f"{shown(last, 3)} in {seconds:.0f} s ({len(runs)} runs)")
-        lines.append(f"- Training reward at the end, {peer}: {found[0]}, ours {found[1]}, beside other work.")
+    sides = []
+    for label in [x for peer in numbers if peer.startswith("comlrl") for x in (peer, peer.removeprefix("comlrl "))]:
+        last = [statistics.fmean(y for _, y in curve(run, "training reward")[-3:]) for run in numbers[label]]
+        seconds = statistics.fmean(run["seconds"] for run in numbers[label])
+        sides.append(f"{label.removesuffix(' v 1 turn')} {shown(last, 3)} in {seconds:.0f} s ({len(last)} runs)")
+    if sides:
+        lines.append(f"- Training reward at the end, v, one round, beside other work: {', '.join(sides)}.")
     private = load_results(folder, "private_numbers")
     if private:
         explained = {
@@ -505,13 +510,11 @@ def readme(folder):
         steps = statistics.fmean(reached(run, "earned", goal) for run in private["MAAC"])
         rewards = {label: shown([ends(run, "earned")[1] for run in private[label]], 3) for label in private}
         seen = f"explained variance {explained['MAAC']} with MAAC, {explained['IAC']} with IAC"
-        lines.append(f"- Private numbers: {seen}; reward")
-        lines.append(f"  {rewards['MAAC']} and {rewards['IAC']}; MAAC reaches IAC's after {steps:.0f} answers.")
-    for label, runs in load_results(folder, "tldr").items():
-        first, last, sigma = gain(runs[0])
-        lines.append(
-            f"- Summaries, {label}: {first} before, {last} over the last five evaluations, {sigma:.1f} errors more."
-        )
+        seen += f"; reward {rewards['MAAC']} and {rewards['IAC']}"
+        lines.append(f"- Private numbers: {seen}; MAAC reaches IAC's after {steps:.0f} answers.")
+    gains = {label: gain(runs[0]) for label, runs in load_results(folder, "tldr").items()}
+    found = [f"{label} {first} to {last}, by {sigma:.1f} errors" for label, (first, last, sigma) in gains.items()]
+    lines.append(f"- Summaries, before and over the last five evaluations: {'; '.join(found)}.")
     for name, study in STUDIES.items():
         if "lesson" in study and (made := load_results(folder, name)):
             ends_of = {label.removeprefix("IAC "): [ends(run, "reward")[1] for run in made[label]] for label in made}
@@ -567,9 +570,9 @@ def run_study(name, study, options):
 
 def origin():
     """Where a run comes from: commit, date, command (but for the folders named in it) and machine."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
-    )
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno", "*.py"], capture_output=True, text=True).stdout
     words, command = iter(sys.argv[1:]), "python tests/benchmark/learning.py"
     for word in words:
         if word in ("--runs", "--results", "--peer-python", "--jobs"):
@@ -577,7 +580,7 @@ def origin():
         else:
             command += f" {shlex.quote(word)}"
     return {
-        "commit": git.stdout.strip() or "unknown",
+        "commit": (commit or "unknown") + "-dirty" * bool(changed),
         "date": datetime.date.today().isoformat(),
         "command": command,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, one thread",
