@@ -498,7 +498,8 @@ def readme(folder):
     for label in [x for peer in numbers if peer.startswith("comlrl") for x in (peer, peer.removeprefix("comlrl "))]:
         last = [statistics.fmean(y for _, y in curve(run, "training reward")[-3:]) for run in numbers[label]]
         seconds = statistics.fmean(run["seconds"] for run in numbers[label])
-        sides.append(f"{label.removesuffix(' v 1 turn')} {shown(last, 3)} in {seconds:.0f} s ({len(last)} run{'s' * (len(last) > 1)})")
+        found = f"{shown(last, 3)} in {seconds:.0f} s ({len(last)} run{'s' * (len(last) > 1)})"
+        sides.append(f"{label.removesuffix(' v 1 turn')} {found}")
     if sides:
         lines.append(f"- Training reward at the end, v, one round, beside other work: {', '.join(sides)}.")
     private = load_results(folder, "private_numbers")
