@@ -386,6 +386,7 @@ class MAACTrainer:
         check("wandb_config", {} if wandb_config is None else wandb_config, Mapping)
         for i, formatter in enumerate(self.formatters):
             check(f"formatters[{i}]", formatter, Callable)
+        self.informed = ["external_prompts" in common.parameters(x) for x in self.formatters]  # who wants them
         for name in [name for name in options if name.endswith("_kwargs")]:
             check(f"model_config[{name!r}]", options[name], Mapping)
         for name, x in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
@@ -462,8 +463,7 @@ class MAACTrainer:
             items = [{**item, "_original_prompt": item.get("prompt", ""), "prompt": text} for text in external]
         for i, formatter in enumerate(self.formatters):
             try:
-                informed = "external_prompts" in common.parameters(formatter)
-                prompts.append(formatter(items[i], **({"external_prompts": external[i]} if informed else {})))
+                prompts.append(formatter(items[i], **({"external_prompts": external[i]} if self.informed[i] else {})))
             except KeyError as error:
                 raise ValueError(f"{where}, agent {i}: the formatter found no {error} in {item!r:.200}") from error
             if not isinstance(prompts[i], str) or not prompts[i].strip():
@@ -506,10 +506,7 @@ class MAACTrainer:
                     s.old_value = value
 
     def collect(self, items: list, first_row: int, generators: list, G: int, train: bool = True) -> list[list]:
-        """Play all items side by side, one batched generation per agent and turn.
-
-        Returns the rollout of each item: the samples of all its turns, agents and G generations, in this order.
-        """
+        """Play all items side by side, batched; returns each one's rollout: samples by turn, agent and generation."""
         args, N = self.args, self.args.num_agents
         sampling = (args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.dtype)
         rollouts: list[list[RolloutSample]] = [[] for _ in items]
@@ -692,7 +689,7 @@ class MAACTrainer:
         self.state = {name: getattr(self, name) for name in POSITION} | {
             "generators": [x.get_state() for x in self.all_generators],
             "random": (random.getstate(), ("MT19937", keys.tolist(), *others)),  # the user's functions may draw
-            "buffers": [[asdict(s) for s in buffer] for buffer in self.buffers],
+            "buffers": [list(buffer) for buffer in self.buffers],
             "metrics": {name: list(values) for name, values in self.metrics.items()},
             "sizes": {os.path.basename(file): os.path.getsize(file) for file in files if os.path.exists(file)},
         }
@@ -700,6 +697,7 @@ class MAACTrainer:
     def save_checkpoint(self, path: str) -> None:
         """Write all that changes in training, for `train(resume_from=...)` to go on as if nothing had happened."""
         state = self.state | {"settings": self.settings, "weights": [x.state_dict() for x in self.stateful]}
+        state["buffers"] = [[asdict(s) for s in buffer] for buffer in state["buffers"]]
         file = os.path.join(path, "state.pt")
         try:
             os.makedirs(path, exist_ok=True)
@@ -733,7 +731,8 @@ class MAACTrainer:
             x.set_state(saved)
         random.setstate(state["random"][0])
         np.random.set_state(state["random"][1])
-        self.buffers = [[RolloutSample(**s) for s in buffer] for buffer in state["buffers"]]
+        state["buffers"] = [[RolloutSample(**s) for s in buffer] for buffer in state["buffers"]]
+        self.buffers = [list(buffer) for buffer in state["buffers"]]
         self.state, self.metrics = state, defaultdict(list, state["metrics"])
 
     def start_run(self, resume_from: str | None) -> None:
