@@ -28,6 +28,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import speed
+
 HERE = Path(__file__).resolve().parent
 ROOT, RESULTS = HERE.parent.parent, HERE / "results"
 PIECES = 32  # points that the training rows of a run are averaged to
@@ -128,7 +130,7 @@ STUDIES = {
     },
     "discount": {
         "title": "Discount between two turns",
-        "lesson": "Each round pays for itself: looking ahead only adds noise, and the run that fell back did so.",
+        "lesson": "Each round pays for itself, so looking ahead gains nothing; the run that fell back had discount 1.",
         "seeds": [1, 2, 3],
         "flags": SHORT | {"num_turns": 2} | HALF,
         "variants": crossed(IAC, {"discount 1": {}} | {f"discount {x}": {"discount": x} for x in (0.0, 0.5)}),
@@ -571,9 +573,6 @@ def run_study(name, study, options):
 
 def origin():
     """Where a run comes from: commit, date, command (but for the folders named in it) and machine."""
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno", "*.py"], capture_output=True, text=True).stdout
     words, command = iter(sys.argv[1:]), "python tests/benchmark/learning.py"
     for word in words:
         if word in ("--runs", "--results", "--peer-python", "--jobs"):
@@ -581,7 +580,7 @@ def origin():
         else:
             command += f" {shlex.quote(word)}"
     return {
-        "commit": (commit or "unknown") + "-dirty" * bool(changed),
+        "commit": speed.commit() or "unknown",
         "date": datetime.date.today().isoformat(),
         "command": command,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, one thread",

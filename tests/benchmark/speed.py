@@ -402,17 +402,21 @@ def growth(medians, cases):
     return rows
 
 
+def commit():
+    """What is checked out, and whether code was changed since."""
+    run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    changed = run(["git", "status", "--porcelain", "-uno", "*.py"]).stdout
+    return run(["git", "rev-parse", "--short", "HEAD"]).stdout.strip() + " with changes" * bool(changed)
+
+
 def describe(threads):
     """Machine, date and commit."""
-    run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
     names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     machine = f"{os.cpu_count()} CPUs ({(names or [platform.machine()])[0]}), {memory:.0f} GB, {platform.system()}"
     software = f"Python {platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}"
-    commit = run(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
-    commit += " with changes" * bool(run(["git", "status", "--porcelain", "-uno", "*.py"]).stdout)
     about = {"machine": machine, "software": f"{software}, against {PEER}", "threads per process": threads}
-    return about | {"date": datetime.date.today().isoformat(), "commit": commit}
+    return about | {"date": datetime.date.today().isoformat(), "commit": commit()}
 
 
 def table(rows):
@@ -436,7 +440,7 @@ def has_bfloat16():
 def readme(folder):
     """The README's table, out of the JSON files speed*.json in the folder; spreads are smallest and largest."""
     head = ["case", "answers/s", "times comlrl's", "CPU time to bare tensor work", "peak memory to comlrl's", "threads"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines, notes = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)], []
     for path in sorted(folder.glob("speed*.json"), reverse=True):
         result = json.loads(path.read_text())
         by = {(row["case"], row["median, min, max of"]): row for row in result["ratios"]}
@@ -448,12 +452,11 @@ def readme(folder):
             for x in (peer["samples_per_s"], floor["cpu"], peer["peak_mb"]):
                 cells.append(f"{x[0]:.3g} ({x[1]:.3g} to {x[2]:.3g})")
             lines.append("| " + " | ".join([*cells, str(result["about"]["threads per process"])]) + " |")
-    for path in folder.glob("speed_growth.json"):
-        by = {row["varied"]: row for row in json.loads(path.read_text())["growth"]}
-        powers = ", ".join(f"{x.replace('-', ' ')} {row['cpu_exponent']:.2f}" for x, row in by.items())
-        memory = f"memory, buffer with micro 8, {by['buffer-with-micro-8']['mb_exponent']:.2f}"
-        lines += ["", f"- Growth, exponents of CPU time per update: {powers}; of {memory}."]
-    return lines
+        if by := {row["varied"]: row for row in result["growth"]}:
+            powers = ", ".join(f"{x.replace('-', ' ')} {row['cpu_exponent']:.2f}" for x, row in by.items())
+            memory = f"memory, buffer with micro 8, {by['buffer-with-micro-8']['mb_exponent']:.2f}"
+            notes += ["", f"- Growth, exponents of CPU time per update: {powers}; of {memory}."]
+    return lines + notes
 
 
 def parse(line=None):
