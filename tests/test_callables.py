@@ -1,19 +1,15 @@
 """The user's functions and data: rewards in every form, formatters, transitions, callbacks, datasets; whole tasks."""
 
 import json
-import os
 import runpy
-import subprocess
-import sys
 from functools import partial
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from commands import ENV, run
 from library_models import ROOT, ROWS, VARIANTS, build, collected, metrics, rig
-
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def answer(i: int, k: int) -> str:
@@ -447,11 +443,10 @@ def test_the_quick_start_runs_with_only_its_import_line_changed(file, tmp_path):
     if file == "iac":
         code = code.replace(line, "from iac import IACConfig as MAACConfig, IACTrainer as MAACTrainer\n")
     (tmp_path / "tasks" / "quick_start.py").write_text(code)
-    command = [sys.executable, tmp_path / "tasks" / "quick_start.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    done = run(tmp_path / "tasks" / "quick_start.py", cwd=tmp_path, env=ENV | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-    (run,) = (tmp_path / "runs").iterdir()
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (folder,) = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["env_step"] for row in rows if "turn_1/reward_mean" in row] == [4, 8]
     assert all(0 < row["turn_1/reward_mean"] < 8 for row in rows)
 
@@ -460,8 +455,7 @@ def test_the_quick_start_runs_with_only_its_import_line_changed(file, tmp_path):
 def test_the_ports_run_from_the_command_line(file, tmp_path):
     flags = "--num-turns 2 --max-new-tokens 4 --rollout-buffer-size 6 --num-train-epochs 2 --eval-interval 6"
     task = ["--task", str(ROOT / "tests" / "tasks" / "ports.py"), "--output-dir", str(tmp_path / "run")]
-    command = [sys.executable, str(ROOT / f"{file}.py"), *task, *flags.split()]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    done = run(ROOT / f"{file}.py", *task, *flags.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "turn_1/reward_mean" in row]

@@ -4,14 +4,13 @@ import copy
 import json
 import os
 import struct
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import wandb
+from commands import run
 from library_models import ROWS, VARIANTS, build, collected, folder, metrics
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -419,11 +418,7 @@ trainer.train()
 print(len(metrics(trainer)), "rows")
 """
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(tmp_path)}
-    command = [sys.executable, "-c", code]
-    here = Path(__file__).parent
-    done = subprocess.run(
-        command, cwd=here, env=env, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
-    )
+    done = run("-c", code, cwd=Path(__file__).parent, env=env)
     assert done.returncode == 0, done.stderr
     assert "2 rows" in done.stdout
     assert (done.stdout + done.stderr).count("goes on offline") == 1

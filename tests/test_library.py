@@ -2,14 +2,13 @@
 
 import copy
 import json
-import subprocess
-import sys
 import warnings
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run
 from library_models import VARIANTS, build, collected, folder, metrics, model, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -284,11 +283,11 @@ def test_critics_come_back_with_their_value_heads_in_a_fresh_process(family, tmp
         critics = {"iac": 2, "iac_shared": 0, "maac": 1}[variant]  # folders of their own
         runs.append({"variant": variant, "critic_type": critic_type, "critics": critics, "sequences": SEQUENCES})
         runs[-1]["folder"] = f"{trainer.output_dir}/model"
-    here, text = Path(__file__).parent, json.dumps(runs)
-    done = subprocess.run([sys.executable, "-c", RELOAD], input=text, cwd=here, capture_output=True, text=True)
+    done = run("-c", RELOAD, cwd=Path(__file__).parent, stdin=json.dumps(runs))
     assert done.returncode == 0, done.stderr
-    for run, expected in zip(json.loads(done.stdout.splitlines()[-1]), values, strict=True):
-        torch.testing.assert_close(torch.tensor(run["values"]), torch.tensor(expected), rtol=0, atol=1e-6, msg=str(run))
+    for read, expected in zip(json.loads(done.stdout.splitlines()[-1]), values, strict=True):
+        given = torch.tensor(read["values"])
+        torch.testing.assert_close(given, torch.tensor(expected), rtol=0, atol=1e-6, msg=str(read))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

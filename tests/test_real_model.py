@@ -1,4 +1,4 @@
-"""Study "tldr" with its real model, SmolLM2-135M, cut down to two updates: the model comes from the package index."""
+"""Study "tldr" with its real model, SmolLM2-135M, cut down to one update: the model comes from the package index."""
 
 import json
 import shutil
@@ -16,10 +16,10 @@ from learning import STUDIES, command_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TASK = "import sys\nsys.path.insert(0, {folder!r})\nfrom tldr import *\n"
-TASK += "train_dataset, eval_dataset = train_dataset[:4], eval_dataset[:2]\n"
+TASK += "train_dataset, eval_dataset = train_dataset[:2], eval_dataset[:1]\n"
 
 
-def test_two_updates_of_both_algorithms(tmp_path):
+def test_an_update_of_both_algorithms(tmp_path):
     """Both in one test: two processes must not fetch the model at once. Runs with optimisers take 9 GB of disk."""
     if shutil.disk_usage(tmp_path).free < 15e9:
         pytest.skip("less than 15 GB of disk are free: the run with a real model was skipped")
@@ -32,21 +32,22 @@ def test_two_updates_of_both_algorithms(tmp_path):
     start = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     for label, variant in study["variants"].items():
         flags = study["flags"] | variant | {"agent_model": str(model), "task": str(tmp_path / "task.py")}
-        flags |= {"max_new_tokens": 16, "eval_interval": 2, "eval_num_samples": 2}
+        flags |= {"max_new_tokens": 16, "eval_interval": 2, "eval_num_samples": 1}
+        flags |= {"num_generations": 2, "rollout_buffer_size": 4}  # half of the study's, it takes a while
         folder = tmp_path / label
         done = subprocess.run(command_line(flags, 1, folder), cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert [row["env_step"] for row in rows] == [0, 8, 16]  # four answers to each of two posts are one update
+        assert [row["env_step"] for row in rows] == [0, 4]  # two answers to each of two posts are one update
         for row in rows[1:]:
             assert row["agent_1/completion_tokens"] > 8 and 0 <= row["turn_1/reward_mean"] <= 3
             assert row["agent_0/grad_norm"] > 0 and row["critic_0/value_loss"] >= 0
             assert 0 <= row["eval/turn_1/reward_mean"] <= 3
         answers = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
-        assert len(answers) == 3 * 2 * 2 and all(len(answer["completion"].split()) > 3 for answer in answers)
+        assert len(answers) == 2 * 2 and all(len(answer["completion"].split()) > 3 for answer in answers)
         for i in (0, 1):
             trained = AutoModelForCausalLM.from_pretrained(folder / "model" / f"agent_{i}", dtype=torch.float32)
             moved = max((x - start[name]).abs().max().item() for name, x in trained.state_dict().items())
-            assert 1e-5 < moved < 1e-2  # two steps of AdamW, of 5e-5 each
+            assert 1e-5 < moved < 1e-3  # a step of AdamW, of 5e-5
             assert AutoTokenizer.from_pretrained(folder / "model" / f"agent_{i}").chat_template
         shutil.rmtree(folder)

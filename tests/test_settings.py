@@ -3,17 +3,14 @@
 import ast
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pytest
 import tyro
-from conftest import ROOT
+from commands import ENV, ROOT, run
 
 import iac
 import maac
@@ -139,12 +136,6 @@ def test_the_tiny_model_is_named_in_the_demo_only(file):
 # ------------------------------------------------------------------------------------------------------ command line
 
 
-def run(*command, cwd):
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "400", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
-
-
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("own_model", [False, True])
 def test_help_and_config_json_show_the_values_in_force(file, own_model, tmp_path):
@@ -155,7 +146,8 @@ def test_help_and_config_json_show_the_values_in_force(file, own_model, tmp_path
         "train_dataset, eval_dataset = train_dataset[:2], eval_dataset[:1]\n"
     )
     model = ["--agent-model", ROOT / "tests" / "tiny_lm"] if own_model else []
-    shown = run(ROOT / f"{file.__name__}.py", *model, "--help", cwd=tmp_path)
+    env = ENV | {"COLUMNS": "400", "PYTHONPATH": str(ROOT)}
+    shown = run(ROOT / f"{file.__name__}.py", *model, "--help", cwd=tmp_path, env=env)
     assert shown.returncode == 0
     entries = re.split(r"│ +--", re.sub(r"│\s*\n", "\n", shown.stdout))[1:]  # one for each flag, in any tyro's layout
     defaults = {re.match("[a-z-]+", e)[0]: re.search(r"\(default: (.*?)\)", e)[1] for e in entries}
@@ -169,6 +161,7 @@ def test_help_and_config_json_show_the_values_in_force(file, own_model, tmp_path
         "--output-dir",
         "run",
         cwd=tmp_path,
+        env=env,
     )
     assert trained.returncode == 0, trained.stderr[-2000:]
     config = json.loads((tmp_path / "run" / "config.json").read_text())

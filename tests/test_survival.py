@@ -28,7 +28,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_cli import ENV, rows, without_time
+from commands import ENV
+from test_cli import rows, without_time
 from tqdm import tqdm
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
