@@ -205,7 +205,7 @@ def generate(model: nn.Module, prompts: list, stops: set[int], generator: torch.
     max_new_tokens, temperature, top_p, top_k, dtype = sampling
     inputs = pad(prompts, [()] * len(prompts), model.device)
     inputs.pop("position_ids")  # generate makes them itself, of the mask
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)] if temperature != 1.0 else [])
     warpers += [TopKLogitsWarper(top_k)] if top_k is not None else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
     # Sampling with a generator of our own: argmax(logits - log e), e ~ Exp(1), is a draw from softmax(logits). The

@@ -225,7 +225,8 @@ class Critic(nn.Module):
         self.backbone, D = backbone, backbone.config.get_text_config().hidden_size
         path = common.find_file(source, "value_head.safetensors")
         saved = load_file(path) if path else {}
-        trained = len(saved["0.weight"]) if len(saved) > 2 else None  # two layers have four tensors
+        linear = [x for _, x in sorted(saved.items()) if x.dim() == 2]  # weights of the head's linear layers, in order
+        trained = len(linear[0]) if len(linear) > 1 else None
         if saved and hidden_dim not in (None, trained):
             raise ValueError(f"a value head's hidden_dim={hidden_dim}: the one saved in {source!r} has {trained}")
         hidden_dim = hidden_dim or trained
@@ -265,7 +266,7 @@ class RolloutSample:
     completion_ids: list[int] = field(default_factory=list)  # a_i: as generated, a stop token included
     finished: bool = False  # ended by a stop token, not by the length limit
     reward: float = 0.0  # R: processed, before the KL penalty
-    critic_ids: list[int] = field(default_factory=list)  # what a separate critic reads; a shared one: see `values`
+    critic_ids: list[int] = field(default_factory=list)  # what the critic reads; a shared one: a beginning of h_i a_i
     reference_kl: float = 0.0  # KL_t
     old_value: float = 0.0  # C_old(t)
     target: float = 0.0  # y_t
@@ -492,7 +493,7 @@ class IACTrainer:
         critic = self.critics[self.critic_of[i]]
         if hidden is None:
             return critic([s.critic_ids for s in samples], self.args.dtype)
-        column = [len(s.completion_ids) if self.args.critic_type == "q" else 0 for s in samples]  # 0: after the prompt
+        column = [len(s.critic_ids) - len(s.prompt_ids) for s in samples]  # 0: the last token of the prompt
         return critic.value(hidden[torch.arange(len(samples)), column])
 
     @torch.no_grad()
@@ -566,13 +567,12 @@ class IACTrainer:
     def update(self, i: int) -> None:
         """Update agent i and its critic on the whole buffer: turn by turn, shuffled, in mini-batches."""
         buffer, self.buffers[i] = self.buffers[i], []
-        c = self.critic_of[i]
         for turn in sorted({s.turn_idx for s in buffer}):
             group = [s for s in buffer if s.turn_idx == turn]
             advantages, old_values, targets = torch.tensor([[s.advantage, s.old_value, s.target] for s in group]).T
             self.metrics[f"agent_{i}/advantage_mean"] += advantages.tolist()
-            self.metrics[f"critic_{c}/value_mean"] += old_values.tolist()
-            self.metrics[f"critic_{c}/explained_variance"] += explained_variance(old_values, targets)
+            self.metrics[f"critic_{self.critic_of[i]}/value_mean"] += old_values.tolist()
+            self.metrics[f"critic_{self.critic_of[i]}/explained_variance"] += explained_variance(old_values, targets)
             if self.args.advantage_normalization:
                 advantages = normalize_advantages(advantages)
             for mb_inds in torch.randperm(len(group), generator=self.shuffle).split(self.args.train_batch_size):
@@ -660,14 +660,13 @@ class IACTrainer:
         """Append a row to a file of the run, if there is a run."""
         if self.running:
             with open(os.path.join(self.output_dir, name), "a") as file:
-                file.write(json.dumps({"env_step": self.env_step} | row) + "\n")
+                file.write(json.dumps({"env_step": self.env_step} | row, allow_nan=False) + "\n")
 
     def report(self) -> None:
         """Where it is due, evaluate, and write a row with that and the means of the metrics since the last one."""
         args, ended = self.args, self.epoch == self.args.num_train_epochs
         updated = self.items_done > 0 and not self.buffers[0]  # they are empty after an update
-        evaluate = args.eval_interval and (ended or self.items_done % args.eval_interval == 0)
-        row = self.evaluate() if evaluate else {}
+        row = self.evaluate() if args.eval_interval and (ended or self.items_done % args.eval_interval == 0) else {}
         for name, value in row.items():
             if "turn" in name and name.endswith("/reward_mean"):
                 tqdm.write(f"  env_step {self.env_step}: {name} {value:.3f}")
@@ -743,7 +742,8 @@ class IACTrainer:
             setattr(self, name, state[name])
         for x, saved in zip(self.stateful, state["weights"], strict=True):
             x.load_state_dict(saved)
-            x.zero_grad()  # an error may have left some
+        for optimizer in [*self.agent_optimizers, *self.critic_optimizers]:
+            optimizer.zero_grad()  # an error may have left some
         for x, saved in zip(self.all_generators, state["generators"], strict=True):
             x.set_state(saved)
         random.setstate(state["random"][0])

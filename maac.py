@@ -228,7 +228,8 @@ class Critic(nn.Module):
         self.backbone, D = backbone, backbone.config.get_text_config().hidden_size
         path = common.find_file(source, "value_head.safetensors")
         saved = load_file(path) if path else {}
-        trained = len(saved["0.weight"]) if len(saved) > 2 else None  # two layers have four tensors
+        linear = [x for _, x in sorted(saved.items()) if x.dim() == 2]  # weights of the head's linear layers, in order
+        trained = len(linear[0]) if len(linear) > 1 else None
         if saved and hidden_dim not in (None, trained):
             raise ValueError(f"a value head's hidden_dim={hidden_dim}: the one saved in {source!r} has {trained}")
         hidden_dim = hidden_dim or trained
@@ -645,14 +646,13 @@ class MAACTrainer:
         """Append a row to a file of the run, if there is a run."""
         if self.running:
             with open(os.path.join(self.output_dir, name), "a") as file:
-                file.write(json.dumps({"env_step": self.env_step} | row) + "\n")
+                file.write(json.dumps({"env_step": self.env_step} | row, allow_nan=False) + "\n")
 
     def report(self) -> None:
         """Where it is due, evaluate, and write a row with that and the means of the metrics since the last one."""
         args, ended = self.args, self.epoch == self.args.num_train_epochs
         updated = self.items_done > 0 and not self.buffers[0]  # they are empty after an update
-        evaluate = args.eval_interval and (ended or self.items_done % args.eval_interval == 0)
-        row = self.evaluate() if evaluate else {}
+        row = self.evaluate() if args.eval_interval and (ended or self.items_done % args.eval_interval == 0) else {}
         for name, value in row.items():
             if "turn" in name and name.endswith("/reward_mean"):
                 tqdm.write(f"  env_step {self.env_step}: {name} {value:.3f}")
@@ -726,7 +726,8 @@ class MAACTrainer:
             setattr(self, name, state[name])
         for x, saved in zip(self.stateful, state["weights"], strict=True):
             x.load_state_dict(saved)
-            x.zero_grad()  # an error may have left some
+        for optimizer in [*self.agent_optimizers, *self.critic_optimizers]:
+            optimizer.zero_grad()  # an error may have left some
         for x, saved in zip(self.all_generators, state["generators"], strict=True):
             x.set_state(saved)
         random.setstate(state["random"][0])

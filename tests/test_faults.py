@@ -671,8 +671,14 @@ ARGUMENTS = {  # of the constructor -> the file that exercises it
 }
 
 
-def outcome(variant, path, args, monkeypatch, **given) -> list:
-    """All that a training does that could be told from outside: draws, numbers, batch sizes, devices, files."""
+OUTCOMES: dict = {}  # of trainings without arguments of their own
+
+
+def outcome(variant, path, args, monkeypatch, again=True, **given) -> list:
+    """All that a training does that could be told from outside: draws, numbers, batch sizes, devices, files.
+
+    Without `again` one that has the same settings as an earlier one is not repeated.
+    """
     sizes, devices, saves, to, pad = [], [], [], nn.Module.to, common.pad
     with monkeypatch.context() as patch:
         patch.setattr(nn.Module, "to", lambda m, *a, **k: devices.append(a) or to(m, *a, **k))
@@ -680,13 +686,17 @@ def outcome(variant, path, args, monkeypatch, **given) -> list:
         tok = copy.deepcopy(tokenizer("T"))
         tok.chat_template = TEMPLATE
         trainer = build(variant, path, args, tokenizer=tok, **given)
+        key = (variant, repr(trainer.args), again or repr(given))
+        if key in OUTCOMES and not again:
+            return OUTCOMES[key]
         save, samples = trainer.save_checkpoint, collected(trainer)
         trainer.save_checkpoint = lambda folder: saves.append(1) or save(folder)
         trainer.train()
     rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in metrics(trainer)]
     drawn = [[s.prompt, s.completion_ids, s.old_value, s.target] for s in samples]
     devices = [str(place) for args in devices for place in args if isinstance(place, torch.device)]
-    return [drawn, rows, sizes, devices, saves, weights(trainer).tolist()]
+    OUTCOMES[key] = [drawn, rows, sizes, devices, saves, weights(trainer).tolist()]
+    return OUTCOMES[key]
 
 
 @pytest.mark.parametrize("field", SETTINGS)
@@ -706,7 +716,8 @@ def test_every_setting_makes_a_difference(field, tmp_path, monkeypatch):
                 variant = "iac_shared"
             if named and value == "mp":
                 args["agent_devices"] = ["cpu:0", "cpu:1"]  # which "none" would refuse
-            results.append(outcome(variant, tmp_path / f"{variant}{number}", args, monkeypatch, **given))
+            home = tmp_path / f"{variant}{number}"
+            results.append(outcome(variant, home, args, monkeypatch, again=False, **given))
         assert results[0] != results[1], variant
 
 

@@ -78,7 +78,9 @@ def test_functions_named_in_it_exist():
     names = set(re.findall(r"`([a-zA-Z_]+)`", table))
     assert len(names) > 15
     for name in names:
-        defined = re.compile(rf"^class {name}\b|^ *def {name}\(|^{name} = ", re.M)
+        defined = re.compile(
+            rf"^class {name}\b|^ *def {name}\(|^{name} = |self\.{name} = |^ +{name}: |, {name}: ", re.M
+        )
         assert any(defined.search(text) for text in SOURCES), name
 
 

@@ -12,7 +12,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "tests" / "benchmark"))
 
 from fetch_smollm2 import fetch
-from learning import STUDIES, command_line
+from learning import CENTRAL, SHARED, STUDIES, command_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TASK = "import sys\nsys.path.insert(0, {folder!r})\nfrom tldr import *\n"
@@ -20,7 +20,7 @@ TASK += "train_dataset, eval_dataset = train_dataset[:2], eval_dataset[:1]\n"
 
 
 def test_an_update_of_both_algorithms(tmp_path):
-    """Both in one test: two processes must not fetch the model at once. Runs with optimisers take 9 GB of disk."""
+    """Both in one test: two processes must not fetch the model at once. A run and its optimisers take 9 GB of disk."""
     if shutil.disk_usage(tmp_path).free < 15e9:
         pytest.skip("less than 15 GB of disk are free: the run with a real model was skipped")
     try:
@@ -30,7 +30,7 @@ def test_an_update_of_both_algorithms(tmp_path):
     (tmp_path / "task.py").write_text(TASK.format(folder=str(ROOT / "tests" / "tasks")))
     study = STUDIES["tldr"]
     start = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
-    for label, variant in study["variants"].items():
+    for label, variant in {"IAC": SHARED, "MAAC": CENTRAL}.items():
         flags = study["flags"] | variant | {"agent_model": str(model), "task": str(tmp_path / "task.py")}
         flags |= {"max_new_tokens": 16, "eval_interval": 2, "eval_num_samples": 1}
         flags |= {"num_generations": 2, "rollout_buffer_size": 4}  # half of the study's, it takes a while
