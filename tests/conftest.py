@@ -5,6 +5,7 @@ L: Llama, 2 layers of width 32, rotary positions, untied embeddings.
 T: byte-level BPE, about 300 tokens; a begin and an end token, no pad token, no chat template.
 """
 
+import copy
 import os
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 import iac
@@ -33,6 +34,25 @@ SENTENCES = [
     "Row 12: what does the other agent know, what did it say, and what will it say next?",
     "A critic reads the prompt and names a value; the actor reads the same and writes a few words.",
 ]
+
+
+def load_once(auto_class):
+    """Let a tiny model that is loaded again be a copy: tests load the same few a thousand times."""
+    load, loaded = auto_class.from_pretrained, {}
+
+    def from_pretrained(source, *args, **options):
+        file = Path(str(source)) / "model.safetensors"
+        if args or options.keys() - {"dtype", "output_loading_info"} or not file.exists() or file.stat().st_size > 1e6:
+            return load(source, *args, **options)
+        key = (file, file.stat().st_mtime_ns, *sorted(options.items()))
+        if key not in loaded:
+            loaded[key] = load(source, **options)
+        return copy.deepcopy(loaded[key])
+
+    auto_class.from_pretrained = from_pretrained
+
+
+load_once(AutoModel), load_once(AutoModelForCausalLM)
 
 
 @pytest.fixture(params=VARIANTS)

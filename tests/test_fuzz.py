@@ -1,6 +1,6 @@
 """Random settings: those that are valid train without an error or a number that is not finite, the others are refused.
 
-By default 60 valid ones are tried and 300 invalid ones; FUZZ=300 tries as many valid ones as that.
+By default 40 valid ones are tried and 300 invalid ones; FUZZ=300 tries as many valid ones as that.
 """
 
 import copy
@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import iac
 import maac
 
-COUNT = int(os.environ.get("FUZZ", 60))
+COUNT = int(os.environ.get("FUZZ", 40))
 BATCHES = 10  # tests that they are split among
 load = functools.cache(lambda auto_class: auto_class.from_pretrained(TINY))
 

@@ -19,6 +19,7 @@ def test_resumed_run_equals_the_uninterrupted_one(variant, stop_at, tmp_path):
             "num_train_epochs": 2,
             "rollout_buffer_size": 6,
             "eval_interval": 4,
+            "eval_batch_size": 4,
             "checkpoint_interval": 1,
         }
         args |= {"reference_kl_enabled": True, "early_termination_threshold": 0.9, "rollout_batch_size": 2}
