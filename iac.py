@@ -266,7 +266,7 @@ class RolloutSample:
     completion_ids: list[int] = field(default_factory=list)  # a_i: as generated, a stop token included
     finished: bool = False  # ended by a stop token, not by the length limit
     reward: float = 0.0  # R: processed, before the KL penalty
-    critic_ids: list[int] = field(default_factory=list)  # what the critic reads; a shared one: a beginning of h_i a_i
+    critic_ids: list[int] = field(default_factory=list)  # what the critic reads; shared backbone: the start of h_i a_i
     reference_kl: float = 0.0  # KL_t
     old_value: float = 0.0  # C_old(t)
     target: float = 0.0  # y_t
@@ -398,7 +398,7 @@ class IACTrainer:
 
         given = {"agent_model": agent_model, "agents": agents, "critic_model": critic_model, "critics": critics}
         sources = critic_sources = common.resolve_sources(given, "agent_model", "agents", N)
-        num_critics = 1 if isinstance(critic_model, nn.Module) else N
+        num_critics = 1 if isinstance(critic_model, nn.Module) else N  # one model in memory serves all agents
         self.critic_of = [i % num_critics for i in range(N)]  # agent i is judged by self.critics[self.critic_of[i]]
         if separate:
             critic_sources = common.resolve_sources(given, "critic_model", "critics", num_critics)
@@ -810,7 +810,7 @@ class IACTrainer:
                 count = math.ceil(missing / (args.num_generations * args.num_turns))
                 items = [item, *islice(rows, min(count, args.rollout_batch_size or count) - 1)]
                 item = next(rows, None)  # looking ahead tells where the epoch ends
-                yield items, item is None  # meanwhile `train` moves self.epoch, self.row and the buffers on
+                yield items, item is None  # `train` moves epoch and buffers on meanwhile, which ends the loops
 
     def interrupt(self, *_: Any) -> None:
         """Stop at once in a rollout, of which nothing is kept; finish an update first, unless asked a second time."""
@@ -847,7 +847,7 @@ class IACTrainer:
                     self.items_done, self.row = self.items_done + 1, self.row + 1
                     bar.set_postfix(reward=f"{sum(s.reward for s in rollout) / len(rollout):.2f}", refresh=False)
                     bar.update()
-                    if rollout is not rollouts[-1]:  # that one comes after its update
+                    if rollout is not rollouts[-1]:  # the last one is reported below, after an update
                         self.report()
                 if epoch_ends:
                     self.epoch, self.row = self.epoch + 1, 0

@@ -493,7 +493,7 @@ class MAACTrainer:
             ids = common.keep_end(row, limit, tokenizer)
             for s in joint:
                 s.critic_ids = ids
-        for i, own in enumerate(samples if self.references else []):
+        for i, own in enumerate(samples if self.references else []):  # only the penalty needs scores
             for batch in self.micro_batches(own):
                 scores = self.score(self.agents[i], batch)
                 reference = self.score(self.references[i], batch).logprobs.to(scores.logprobs.device)
@@ -794,7 +794,7 @@ class MAACTrainer:
                 count = math.ceil(missing / (args.num_generations * args.num_turns))
                 items = [item, *islice(rows, min(count, args.rollout_batch_size or count) - 1)]
                 item = next(rows, None)  # looking ahead tells where the epoch ends
-                yield items, item is None  # meanwhile `train` moves self.epoch, self.row and the buffers on
+                yield items, item is None  # `train` moves epoch and buffers on meanwhile, which ends the loops
 
     def interrupt(self, *_: Any) -> None:
         """Stop at once in a rollout, of which nothing is kept; finish an update first, unless asked a second time."""
@@ -831,7 +831,7 @@ class MAACTrainer:
                     self.items_done, self.row = self.items_done + 1, self.row + 1
                     bar.set_postfix(reward=f"{sum(s.reward for s in rollout) / len(rollout):.2f}", refresh=False)
                     bar.update()
-                    if rollout is not rollouts[-1]:  # that one comes after its update
+                    if rollout is not rollouts[-1]:  # the last one is reported below, after an update
                         self.report()
                 if epoch_ends:
                     self.epoch, self.row = self.epoch + 1, 0
