@@ -154,7 +154,7 @@ def encode(tokenizer: Any, texts: Sequence[str], where: list[str], chat_template
         chats, options = [[{"role": "user", "content": text}] for text in texts], {"add_generation_prompt": True}
         texts = [tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in chats]
     rows, begin = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids, tokenizer.bos_token_id
-    adds_begin = begin is not None and tokenizer("").input_ids[:1] == [begin]
+    adds_begin = begin is not None and tokenizer("a").input_ids[:1] == [begin]
     rows = [[begin, *ids] if adds_begin and ids[:1] != [begin] else ids for ids in rows]
     if not all(rows):
         empty = rows.index([])

@@ -30,7 +30,6 @@ Letters: N agents, G generations, T turns, B samples, P prompt tokens, K complet
 """
 
 import copy
-import inspect
 import json
 import math
 import os
@@ -167,7 +166,7 @@ def call_reward(reward_func: Callable, completions: list[list[str]], prompts: li
     with defaults, the prompts come first, and a single one gets the list of all agents' lists. Parameters called
     `prompts` (N strings) or `batch_items` (a list of the one item) are filled wherever they stand, as is **kwargs.
     """
-    parameters = inspect.signature(reward_func).parameters
+    parameters = common.parameters(reward_func)
     kinds = {p.kind.name for p in parameters.values()}
     places = [p for p in parameters.values() if p.kind.name in ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")]
     named: dict[str, list] = {"prompts": list(prompts), "batch_items": [item]}
@@ -236,7 +235,7 @@ class Critic(nn.Module):
         with torch.random.fork_rng(devices=[]):  # building a trainer leaves the global random state as it was
             torch.manual_seed(seed)
             hidden = [nn.Linear(D, hidden_dim), nn.Tanh()] if hidden_dim else []
-            self.value_head = nn.Sequential(*hidden, nn.Linear(hidden_dim or D, 1)).to(backbone.device)
+            self.value_head = nn.Sequential(*hidden, nn.Linear(hidden_dim or D, 1)).to(backbone.device, torch.float32)
         for parameter in self.value_head[-1].parameters():
             nn.init.zeros_(parameter)
         if saved:
@@ -294,7 +293,8 @@ def normalize_advantages(advantages: Tensor) -> Tensor:
     """(A - mean) / max(std, 1e-6) of advantages [B], with the population std; a single one is left as it is."""
     if len(advantages) == 1:
         return advantages
-    return (advantages - advantages.mean()) / advantages.std(correction=0).clamp(min=1e-6)
+    exact = advantages.double()  # equal ones have to become 0: in float32 their mean may miss them by a rounding error
+    return ((exact - exact.mean()) / exact.std(correction=0).clamp(min=1e-6)).float()
 
 
 def reference_kl(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
@@ -393,6 +393,8 @@ class MAACTrainer:
         for name, x in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
             if isinstance(x, Mapping) or not (x is None or hasattr(x, "__getitem__") or hasattr(x, "__iter__")):
                 raise ValueError(f"{name} must be a list of dicts or the like, one for each row; got {x!r:.200}")
+            if isinstance(x, Iterator) and (name == "eval_dataset" or args.num_train_epochs > 1):
+                raise ValueError(f"{name} is to be read several times, which {x!r:.200} cannot: make it a list")
         hidden_dim = options.get("critic_value_head_hidden_dim")
         if hidden_dim is not None and (type(hidden_dim) is not int or hidden_dim < 1):
             raise ValueError(f"critic_value_head_hidden_dim={hidden_dim!r} must be a width or None")
@@ -598,7 +600,7 @@ class MAACTrainer:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if not norm.isfinite():
-            raise FloatingPointError(f"{name} is {norm.item()}: no step was taken")
+            raise FloatingPointError(f"{name} is {norm.item()}: this step was not taken")
         if self.args.max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
         self.metrics[name].append(norm.item())
@@ -629,7 +631,8 @@ class MAACTrainer:
         Drawn from generators of their own, seeded by env_step: evaluating never changes the training that follows.
         """
         args, rollouts, metrics = self.args, [], defaultdict(list)
-        items = list(islice(common.iterate(self.eval_dataset or []), args.eval_num_samples))
+        dataset = () if self.eval_dataset is None else self.eval_dataset
+        items = list(islice(common.iterate(dataset), args.eval_num_samples))
         generators = self.new_generators(args.seed + 7919 * (self.env_step + 1))
         for start in range(0, len(items), args.eval_batch_size):
             rollouts += self.collect(items[start : start + args.eval_batch_size], start, generators, 1, train=False)
@@ -651,12 +654,11 @@ class MAACTrainer:
     def report(self) -> None:
         """Where it is due, evaluate, and write a row with that and the means of the metrics since the last one."""
         args, ended = self.args, self.epoch == self.args.num_train_epochs
-        updated = self.items_done > 0 and not self.buffers[0]  # they are empty after an update
         row = self.evaluate() if args.eval_interval and (ended or self.items_done % args.eval_interval == 0) else {}
         for name, value in row.items():
             if "turn" in name and name.endswith("/reward_mean"):
                 tqdm.write(f"  env_step {self.env_step}: {name} {value:.3f}")
-        if updated and (ended or self.env_step - self.logged_step >= args.logging_steps):
+        if not self.buffers[0] and (ended or self.env_step - self.logged_step >= args.logging_steps):  # after an update
             row |= {name: sum(values) / len(values) for name, values in self.metrics.items() if values}
             steps, seconds = self.env_step - self.logged_step, time.perf_counter() - self.logged_at
             row |= {f"time/{part}": spent / seconds for part, spent in self.seconds.items()}
@@ -732,8 +734,7 @@ class MAACTrainer:
             x.set_state(saved)
         random.setstate(state["random"][0])
         np.random.set_state(state["random"][1])
-        state["buffers"] = [[RolloutSample(**s) for s in buffer] for buffer in state["buffers"]]
-        self.buffers = [list(buffer) for buffer in state["buffers"]]
+        state["buffers"] = self.buffers = [[RolloutSample(**s) for s in buffer] for buffer in state["buffers"]]
         self.state, self.metrics = state, defaultdict(list, state["metrics"])
 
     def start_run(self, resume_from: str | None) -> None:

@@ -1,11 +1,13 @@
 """`run`: a Python command in a process of its own, but without waiting for its imports.
 
 Python takes five seconds to import torch, transformers and the rest. So one process does that once, and forks a child
-for each command, which does what `python file.py ...` or `python -c code ...` does from there on. It never computes
-itself: autograd does not work in the child of a process that did.
+for each command, which does what `python file.py ...` or `python -c code ...` does from there on (not quite: all share
+a hash seed, and what those packages read of the environment while they are imported). It never computes itself:
+autograd does not work in the child of a process that did. `run_alone` is a Python of its own.
 """
 
 import atexit
+import faulthandler
 import functools
 import json
 import os
@@ -24,6 +26,11 @@ ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "WANDB_MODE"
 def run(*command, cwd=ROOT, env=ENV, stdin=""):
     """What `python *command` leaves: a CompletedProcess with returncode, stdout and stderr."""
     return run_together(command, cwd=cwd, env=env, stdin=stdin)[0]
+
+
+def run_alone(*command, cwd=ROOT, env=ENV):
+    """The same from a Python that was started for it."""
+    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def run_together(*commands, cwd=ROOT, env=ENV, stdin=""):
@@ -68,6 +75,7 @@ def play(command, cwd, env, files):
     """Be `python *command`, and end as it does."""
     for fd, file in enumerate(files):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND), fd)
+    faulthandler.dump_traceback_later(300, exit=True)  # a command that hangs
     os.chdir(cwd)
     os.environ.clear(), os.environ.update(env)
     is_code, code = command[0] == "-c", 0

@@ -44,7 +44,7 @@ def load_once(auto_class):
         file = Path(str(source)) / "model.safetensors"
         if args or options.keys() - {"dtype", "output_loading_info"} or not file.exists() or file.stat().st_size > 1e6:
             return load(source, *args, **options)
-        key = (file, file.stat().st_mtime_ns, *sorted(options.items()))
+        key = (file, *(f.stat().st_mtime_ns for f in sorted(file.parent.iterdir())), *sorted(options.items()))
         if key not in loaded:
             loaded[key] = load(source, **options)
         return copy.deepcopy(loaded[key])

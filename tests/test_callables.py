@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from commands import ENV, run
-from library_models import ROOT, ROWS, VARIANTS, build, collected, metrics, rig
+from library_models import MODULES, ROOT, ROWS, VARIANTS, build, collected, metrics, rig
 
 
 def answer(i: int, k: int) -> str:
@@ -398,6 +398,7 @@ DATASETS = {
     "datasets.IterableDataset": lambda: datasets.IterableDataset.from_generator(lambda: iter(ROWS[:6])),
     "Dataset.to_iterable_dataset": lambda: datasets.Dataset.from_list(ROWS[:6]).to_iterable_dataset(),
     "stream": Stream,
+    "numpy array": lambda: np.array(ROWS[:6]),
     "torch Dataset": Mapped,
     "torch IterableDataset": Iterated,
 }
@@ -423,11 +424,21 @@ def test_datasets_of_every_kind_are_read_whole_in_two_epochs(variant, kind, tmp_
     assert seen == ROWS[:3]
 
 
-def test_a_generator_serves_for_one_epoch_and_then_there_is_an_error(tmp_path):
-    build("maac", tmp_path / "one", train_dataset=(row for row in ROWS)).train()
-    trainer = build("maac", tmp_path / "two", {"num_train_epochs": 2}, train_dataset=(row for row in ROWS))
-    with pytest.raises(ValueError, match="epoch 2"):
-        trainer.train()
+@pytest.mark.parametrize("variant", ["iac", "maac"])
+def test_a_generator_serves_for_one_epoch_and_nowhere_else(variant, tmp_path):
+    """Evaluations and further epochs would read on where the last one stopped."""
+    trainer = build(variant, tmp_path / "one", train_dataset=(row for row in ROWS))
+    trainer.train()
+    assert metrics(trainer)[-1]["env_step"] == len(ROWS)
+    with pytest.raises(ValueError, match="train_dataset is to be read several times"):
+        build(variant, tmp_path / "two", {"num_train_epochs": 2}, train_dataset=(row for row in ROWS))
+    with pytest.raises(ValueError, match="eval_dataset is to be read several times"):
+        build(variant, tmp_path / "two", eval_dataset=iter(ROWS))
+
+
+@pytest.mark.parametrize("variant", ["iac", "maac"])
+def test_a_reward_function_without_a_signature_gets_the_agents_answers(variant):
+    assert MODULES[variant].call_reward(max, [["a"], ["b"]], ["prompt", "prompt"], {}) == ["b"]
 
 
 # ----------------------------------------------------------------------------------------------------- whole tasks

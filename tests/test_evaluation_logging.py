@@ -391,6 +391,23 @@ def test_two_trainings_in_one_process_are_two_runs_also_after_an_exception(varia
     assert wandb.run is None
 
 
+@pytest.mark.parametrize("variant", ["iac", "maac"])
+def test_what_is_no_number_in_json_is_an_error_and_not_written(variant, tmp_path):
+    trainer = build(variant, tmp_path / "run", metrics_callback=lambda samples: {"huge": 1e308})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        trainer.train()
+    assert metrics(trainer) == []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_value_heads_are_float32_whatever_the_default_type(variant, tmp_path):
+    torch.set_default_dtype(torch.float64)
+    try:
+        build(variant, tmp_path / "run").train()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_wandb_run_of_the_users_own_is_left_alone(tmp_path, spied):
     own = wandb.init(mode="offline", dir=str(tmp_path))
     build("iac", tmp_path / "run", wandb_config={"mode": "offline"}).train()

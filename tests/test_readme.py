@@ -79,7 +79,7 @@ def test_functions_named_in_it_exist():
     assert len(names) > 15
     for name in names:
         defined = re.compile(
-            rf"^class {name}\b|^ *def {name}\(|^{name} = |self\.{name} = |^ +{name}: |, {name}: ", re.M
+            rf"^class {name}\b|^ *def {name}\(|^{name} = |self\.{name} = |^    {name}: |, {name}: ", re.M
         )
         assert any(defined.search(text) for text in SOURCES), name
 

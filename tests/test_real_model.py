@@ -1,4 +1,7 @@
-"""Study "tldr" with its real model, SmolLM2-135M, cut down to one update: the model comes from the package index."""
+"""The task of study "tldr" and its real model, SmolLM2-135M, from the package index: an update of both algorithms.
+
+IAC with a shared backbone, MAAC with a critic of the same size.
+"""
 
 import json
 import shutil

@@ -189,6 +189,9 @@ def test_loss_of_the_critic(variant, edited):
     module = edited("the critic's loss", variant, *edits[: 1 + (variant != "maac")])
     more = () if variant == "maac" else (torch.zeros(2), None)
     assert module.value_loss(torch.tensor([3.0, 1.0]), torch.zeros(2), *more).tolist() == [2.5, 0.5]
+    if variant != "maac":  # clipped to 2.25
+        loss = module.value_loss(torch.tensor([3.0]), torch.tensor([3.0]), torch.tensor([2.0]), 0.25)
+        assert loss.tolist() == [0.75**2 / 2]
 
 
 GAE = """td_errors = [y - value for y, value in zip(targets, values, strict=True)]
@@ -235,7 +238,6 @@ READS["iac_shared"] = [
     *READS["iac"],
     ("appraise", "return_hidden=not self.args.use_separate_critic", "return_hidden=False"),
     ("actor_step", ", return_hidden=not self.args.use_separate_critic", ""),
-    ("actor_step", "scores.hidden is not None", "True"),
     ("actor_step", "self.critic_losses(i, batch, scores.hidden)", "self.critic_losses(i, batch)"),
 ]
 ANOTHER_TOKEN = [("appraise", "else s.prompt_ids", "else s.prompt_ids + s.completion_ids[:1]")]
@@ -246,7 +248,7 @@ ANOTHER_TOKEN = [("appraise", "else s.prompt_ids", "else s.prompt_ids + s.comple
 def test_what_the_critic_reads(case, penalty, edited, tmp_path):
     """A field of the row in the text; or with a shared backbone the value at the first token of the answer.
 
-    The critic is trained on what it was asked: before its step, its loss is that of the values of collection.
+    IAC's are trained on what they were asked: before a step, the loss is that of the values of collection.
     """
     variant, token = case.split(",")[0], "," in case
     edited("what the critic reads", variant, *(ANOTHER_TOKEN if token else READS[variant]))
