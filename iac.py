@@ -290,7 +290,7 @@ def normalize_advantages(advantages: Tensor) -> Tensor:
     """(A - mean) / max(std, 1e-6) of advantages [B], with the population std; a single one is left as it is."""
     if len(advantages) == 1:
         return advantages
-    exact = advantages.double()  # equal ones have to become 0: in float32 their mean may miss them by a rounding error
+    exact = advantages.double()  # in which equal ones become exactly 0; in float32 their mean may be another number
     return ((exact - exact.mean()) / exact.std(correction=0).clamp(min=1e-6)).float()
 
 
@@ -314,8 +314,8 @@ def value_loss(values: Tensor, targets: Tensor, old_values: Tensor, clip: float 
 
 def explained_variance(values: Tensor, targets: Tensor) -> list[float]:
     """[1 - Var(y - C_old) / Var(y)], or [] where the targets [B] do not vary."""
-    variance = targets.var(correction=0)
-    return [(1 - (targets - values).var(correction=0) / variance).item()] if variance > 1e-12 else []
+    variance = targets.double().var(correction=0)  # of equal ones exactly 0
+    return [(1 - (targets - values).double().var(correction=0) / variance).item()] if variance > 1e-12 else []
 
 
 # ------------------------------------------------------------------------------------------------------ 6 trainer
@@ -551,9 +551,9 @@ class IACTrainer:
                         rollouts[e].append(s)
             if train:
                 self.appraise(samples)
-            if args.early_termination_threshold is not None:
-                mean = {e: sum(s.reward for s in rollouts[e][-N * G :]) / (N * G) for e in active}  # of this turn
-                active = [e for e in active if mean[e] <= args.early_termination_threshold]
+            if (threshold := args.early_termination_threshold) is not None:
+                excess = {e: sum(s.reward - threshold for s in rollouts[e][-N * G :]) for e in active}  # of this turn
+                active = [e for e in active if excess[e] <= 0]
             if not active:
                 break
         for rollout in rollouts:

@@ -355,6 +355,17 @@ def test_a07_equal_advantages_are_0_whatever_their_number(variant, value):
     for size in [*range(2, 130), 256, 1000]:
         column = torch.tensor([[value, 0.0, value]] * size).T[0]  # as in `update`
         assert not MODULES[variant].normalize_advantages(column).any(), size
+        assert MODULES[variant].explained_variance(torch.randn(size), column) == [], size
+
+
+@pytest.mark.parametrize("variant", ["iac", "maac"])
+def test_early_termination_takes_a_mean_reward_above_the_threshold(variant, tmp_path):
+    """It has to exceed it: 0.1 + 0.1 + 0.1 is more than 3 * 0.1 by a rounding error."""
+    args = {"num_agents": 3, "num_turns": 2, "early_termination_threshold": 0.1, "max_new_tokens": 1}
+    trainer = build(variant, tmp_path, args, reward_func=lambda *answers: 0.1, external_transition=again)
+    samples = collected(trainer)
+    trainer.train()
+    assert sum(s.turn_idx == 1 for s in samples) == 3 * len(ROWS)
 
 
 class Counter(nn.Module):
