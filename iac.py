@@ -551,7 +551,7 @@ class IACTrainer:
                         rollouts[e].append(s)
             if train:
                 self.appraise(samples)
-            if (threshold := args.early_termination_threshold) is not None:
+            if (threshold := args.early_termination_threshold) is not None:  # a mean of equal rewards may be rounded
                 excess = {e: sum(s.reward - threshold for s in rollouts[e][-N * G :]) for e in active}  # of this turn
                 active = [e for e in active if excess[e] <= 0]
             if not active:

@@ -708,7 +708,7 @@ ARGUMENTS = {  # of the constructor -> the file that exercises it
 }
 
 
-OUTCOMES: dict = {}  # of trainings without arguments of their own
+OUTCOMES: dict = {}  # by variant, settings and arguments
 
 
 def outcome(variant, path, args, monkeypatch, again=True, **given) -> list:
@@ -723,7 +723,7 @@ def outcome(variant, path, args, monkeypatch, again=True, **given) -> list:
         tok = copy.deepcopy(tokenizer("T"))
         tok.chat_template = TEMPLATE
         trainer = build(variant, path, args, tokenizer=tok, **given)
-        key = (variant, repr(trainer.args), again or repr(given))
+        key = (variant, repr(trainer.args), repr(given))
         if key in OUTCOMES and not again:
             return OUTCOMES[key]
         save, samples = trainer.save_checkpoint, collected(trainer)

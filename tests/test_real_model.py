@@ -23,7 +23,7 @@ TASK += "train_dataset, eval_dataset = train_dataset[:1], eval_dataset[:1]\n"
 
 
 def test_an_update_of_both_algorithms(tmp_path):
-    """Both in one test: two processes must not fetch the model at once. A run and its optimisers take 9 GB of disk."""
+    """Both in one test: two processes must not fetch the model at once. A run and its optimisers take 6 GB of disk."""
     if shutil.disk_usage(tmp_path).free < 15e9:
         pytest.skip("less than 15 GB of disk are free: the run with a real model was skipped")
     try:

@@ -29,6 +29,7 @@ import numpy as np
 import pytest
 import torch
 from commands import ENV
+from commands import run as run_command
 from test_cli import rows, without_time
 from tqdm import tqdm
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -362,12 +363,6 @@ def flags(settings):
     return [str(x) for flag, value in named.items() for x in ((flag,) if value is True else (flag, value))]
 
 
-def main(file, argv):
-    """The command, in a forked child: what `python iac.py ...` does, but for the imports."""
-    sys.argv = [f"{file}.py", *argv]
-    FILES[file].main()
-
-
 def command(file, *argv, pause=0.0):
     """The real command, in a process group of its own."""
     line, env = [sys.executable, f"{file}.py", *map(str, argv)], ENV | {"PAUSE": str(pause), "WANDB_MODE": "offline"}
@@ -388,7 +383,7 @@ def wait_for(process, run, updates):
         time.sleep(0.01)
 
 
-def test_the_command_is_killed_then_interrupted_then_ends_as_if_nothing_had_happened(fork, tmp_path, task):
+def test_the_command_is_killed_then_interrupted_then_ends_as_if_nothing_had_happened(tmp_path, task):
     """SIGKILL; --resume; Ctrl-C (of iac) or SIGTERM (of maac), which closes the run with a checkpoint; --resume.
 
     Ctrl-C reaches the whole process group, that of W&B too. Both algorithms at the same time.
@@ -423,29 +418,29 @@ def test_the_command_is_killed_then_interrupted_then_ends_as_if_nothing_had_happ
     with ThreadPoolExecutor() as pool:
         list(pool.map(play, FILES))
     for file in FILES:
-        ended = fork("main", file=file, argv=["--resume", str(tmp_path / file), "--no-track"])
-        assert ended.code == 0, ended.text
-        ended = fork("main", file=file, argv=[*argv, str(tmp_path / f"{file}-whole")])
-        assert ended.code == 0, ended.text
+        ended = run_command(f"{file}.py", "--resume", tmp_path / file, "--no-track")
+        assert ended.returncode == 0, ended.stderr
+        ended = run_command(f"{file}.py", *argv, tmp_path / f"{file}-whole")
+        assert ended.returncode == 0, ended.stderr
         assert_same_end(tmp_path / file, tmp_path / f"{file}-whole")
 
 
-def test_flags_given_with_resume_win_over_those_of_the_folder(fork, tmp_path, task):
+def test_flags_given_with_resume_win_over_those_of_the_folder(tmp_path, task):
     argv, run = [*flags(SETTINGS | {"num_train_epochs": 1}), "--task", str(task), "--output-dir"], tmp_path / "run"
-    assert fork("main", file="iac", argv=[*argv, str(run)]).code == 0
+    assert run_command("iac.py", *argv, run).returncode == 0
     for flag, name in (
         ("--seed", "seed"),
         ("--discount", "discount"),
         ("--agent-learning-rate", "agent_learning_rate"),
     ):
         before = contents(run)
-        ended = fork("main", file="iac", argv=["--resume", str(run), flag, "0.5" if flag != "--seed" else "7"])
-        assert ended.code == 1 and f"with {name}=" in ended.text and str(run) in ended.text, ended.text
+        ended = run_command("iac.py", "--resume", run, flag, "0.5" if flag != "--seed" else "7")
+        assert ended.returncode == 1 and f"with {name}=" in ended.stderr and str(run) in ended.stderr, ended.stderr
         assert contents(run) == before
-    ended = fork("main", file="iac", argv=["--resume", str(run), "--num-train-epochs", "2"])
-    assert ended.code == 0, ended.text
+    ended = run_command("iac.py", "--resume", run, "--num-train-epochs", 2)
+    assert ended.returncode == 0, ended.stderr
     assert json.loads((run / "config.json").read_text())["num_train_epochs"] == 2
-    assert fork("main", file="iac", argv=[*argv, str(tmp_path / "whole"), "--num-train-epochs", "2"]).code == 0
+    assert run_command("iac.py", *argv, tmp_path / "whole", "--num-train-epochs", 2).returncode == 0
     assert_same_end(run, tmp_path / "whole")
 
 
@@ -463,16 +458,17 @@ NO_RUNS = {
 
 
 @pytest.mark.parametrize("case", NO_RUNS)
-def test_resuming_a_folder_that_holds_no_run_is_an_error_and_touches_nothing(case, fork, tmp_path, task):
+def test_resuming_a_folder_that_holds_no_run_is_an_error_and_touches_nothing(case, tmp_path, task):
     file, folder = ["iac", "maac"][len(case) % 2], tmp_path / "folder"
     if NO_RUNS[case] is not None:
         folder.mkdir()
         for name, text in NO_RUNS[case].items():
             (folder / name).write_text(text)
     before = contents(tmp_path)
-    ended = fork("main", file=file, argv=[*flags(SETTINGS), "--task", str(task), "--resume", str(folder)])
-    assert ended.code not in (0, -signal.SIGKILL) and contents(tmp_path) == before
-    assert str(folder) in ended.text.splitlines()[-1], ended.text  # the last line says what is wrong with which folder
+    ended = run_command(f"{file}.py", *flags(SETTINGS), "--task", task, "--resume", folder)
+    assert ended.returncode not in (0, -signal.SIGKILL) and contents(tmp_path) == before
+    last = ended.stderr.splitlines()[-1]  # says what is wrong with which folder
+    assert str(folder) in last, ended.stderr
 
 
 def test_a_run_of_the_other_algorithm_is_refused_and_left_as_it_is(fork, whole, tmp_path):
