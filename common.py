@@ -83,7 +83,7 @@ def place(parallel_training: str, groups: list[tuple[str, list[str] | None, int]
             devices = named or ["cuda" if torch.cuda.is_available() else "cpu"]
         try:
             found = [torch.device(x) for x in devices or () if torch.empty(0, device=x).numel() == 0] or places[0]
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError) as error:  # of torch.empty, where there is no such device
             raise ValueError(f"{name}={devices}: {error}") from error
         places.append(found if len(found) == count else found * count)
     return places
@@ -156,9 +156,8 @@ def encode(tokenizer: Any, texts: Sequence[str], where: list[str], chat_template
     rows, begin = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids, tokenizer.bos_token_id
     adds_begin = begin is not None and tokenizer("a").input_ids[:1] == [begin]
     rows = [[begin, *ids] if adds_begin and ids[:1] != [begin] else ids for ids in rows]
-    if not all(rows):
-        empty = rows.index([])
-        raise ValueError(f"{where[empty]}: there are no tokens in {texts[empty]!r}")
+    if [] in rows:
+        raise ValueError(f"{where[rows.index([])]}: there are no tokens in {texts[rows.index([])]!r}")
     return rows
 
 
@@ -244,8 +243,9 @@ def last_hidden(backbone: nn.Module, sequences: list[list[int]], dtype: str) -> 
     """Hidden states [B, D] at the last token of each sequence; equal sequences go through the model once."""
     first: dict[tuple[int, ...], int] = {}
     index = [first.setdefault(tuple(sequence), len(first)) for sequence in sequences]  # [a, b, a] -> [0, 1, 0]
-    output = call_model(backbone, dtype, **pad(list(first), [()] * len(first), backbone.device))
-    return output.last_hidden_state[:, -1][index]
+    inputs = pad(list(first), [()] * len(first), backbone.device)
+    inputs["input_ids"].clamp_(max=backbone.get_input_embeddings().weight.shape[0] - 1)  # agents draw ids of no token
+    return call_model(backbone, dtype, **inputs).last_hidden_state[:, -1][index]
 
 
 class Scores(NamedTuple):

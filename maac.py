@@ -192,17 +192,17 @@ def read_rewards(raw: Any, N: int, G: int, where: str) -> list[list[float]]:
     """Rewards [N][G] out of what a reward function returned for N agents and G joint answers.
 
     That is one number for the whole call, or G numbers, one per joint answer, or else N numbers, one per agent, or an
-    N x G matrix; a list, tuple, array or tensor. Anything else, and whatever is not finite, is a ValueError.
+    N x G matrix; a list, tuple, array or tensor. Anything else, or what has no finite square, is a ValueError.
     """
     try:
         rewards = torch.as_tensor(raw, dtype=torch.float64).cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError):  # None, text, rows of different lengths
         rewards = torch.tensor(math.nan)
     per_agent = rewards.shape == (N,) and N != G
-    if not (per_agent or rewards.shape in ((), (G,), (N, G))) or not rewards.float().isfinite().all():
+    if not (per_agent or rewards.shape in ((), (G,), (N, G))) or not rewards.float().square().isfinite().all():
         got = f"{len(raw)} values, {raw!r:.200}" if isinstance(raw, Sequence | Tensor) else f"{raw!r:.200}"
         forms = f"a number, {G} numbers (one per joint answer), {N} numbers (one per agent) or {N} lists of {G} numbers"
-        raise ValueError(f"{where}: expected a reward of {forms}, all finite; got {got}")
+        raise ValueError(f"{where}: expected a reward of {forms}, all finite, also squared; got {got}")
     return (rewards[:, None] if per_agent else rewards).expand(N, G).tolist()
 
 
@@ -225,8 +225,7 @@ class Critic(nn.Module):
         """
         super().__init__()
         self.backbone, D = backbone, backbone.config.get_text_config().hidden_size
-        path = common.find_file(source, "value_head.safetensors")
-        saved = load_file(path) if path else {}
+        saved = load_file(path) if (path := common.find_file(source, "value_head.safetensors")) else {}
         linear = [x for _, x in sorted(saved.items()) if x.dim() == 2]  # weights of the head's linear layers, in order
         trained = len(linear[0]) if len(linear) > 1 else None
         if saved and hidden_dim not in (None, trained):
@@ -391,7 +390,7 @@ class MAACTrainer:
         for name in [name for name in options if name.endswith("_kwargs")]:
             check(f"model_config[{name!r}]", options[name], Mapping)
         for name, x in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
-            if isinstance(x, Mapping) or not (x is None or hasattr(x, "__getitem__") or hasattr(x, "__iter__")):
+            if hasattr(x, "keys") or not (x is None or hasattr(x, "__getitem__") or hasattr(x, "__iter__")):
                 raise ValueError(f"{name} must be a list of dicts or the like, one for each row; got {x!r:.200}")
             if isinstance(x, Iterator) and (name == "eval_dataset" or args.num_train_epochs > 1):
                 raise ValueError(f"{name} is to be read several times, which {x!r:.200} cannot: make it a list")
@@ -771,6 +770,7 @@ class MAACTrainer:
             json.dump({"algorithm": ALGORITHM} | asdict(args), file, indent=2)
         os.replace(f"{config}.new", config)
         self.running, self.updating, self.stopping = True, False, False
+        tqdm.write(f"The files of this run are in {self.output_dir}.")
         if self.wandb_config is not None:
             import wandb  # takes a second, and few runs need it
 

@@ -238,6 +238,20 @@ def test_an_agent_with_another_models_tokenizer_is_refused(tmp_path):
         build("maac", tmp_path, agents=agents, tokenizer=toks, critic_model=folder("L", "V"))
 
 
+@pytest.mark.parametrize("critic_type", ["v", "q"])
+@pytest.mark.parametrize("variant", ["iac", "maac"])
+def test_a_critic_needs_no_more_embeddings_than_there_are_tokens(variant, critic_type, tmp_path):
+    """Models are often padded to a round number of embeddings, and an agent may draw one that stands for no token."""
+    agents = [model("G", tokenizer("T"), seed) for seed in (1, 2)]
+    for agent in agents:
+        agent.resize_token_embeddings(20 * len(tokenizer("T")))
+    tokens = {"agents": agents, "tokenizer": tokenizer("T")}
+    trainer = build(variant, tmp_path / "run", {"critic_type": critic_type}, **tokens)
+    samples = collected(trainer)
+    trainer.train()
+    assert max(token for s in samples for token in s.completion_ids) >= len(tokenizer("T"))
+
+
 def test_one_critic_cannot_serve_agents_of_two_families(tmp_path):
     with pytest.raises(ValueError, match=r"critics\[1\]"):
         build("iac", tmp_path, **MIXED, critic_model=folder("G", "T"))

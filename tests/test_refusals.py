@@ -13,6 +13,22 @@ VARIANTS = ["iac", "iac_shared", "maac"]
 CONFIGS = [iac.IACConfig, maac.MAACConfig]
 
 
+class Frame:
+    """Stands for a table of pandas: len(), [column] and iter() are all there, but none is about rows as dicts."""
+
+    def __len__(self):
+        return len(ROWS)
+
+    def keys(self):
+        return ["prompt"]
+
+    def __iter__(self):
+        return iter(self.keys())
+
+    def __getitem__(self, column):
+        return {"prompt": [row["prompt"] for row in ROWS]}[column]
+
+
 class Numbers:
     """Stands for an array: comparing it gives no truth value."""
 
@@ -75,12 +91,15 @@ BAD_TASKS = {
     "a number as train_dataset": ({"train_dataset": 5}, "train_dataset"),
     "columns as train_dataset": ({"train_dataset": {"prompt": ["one", "two"]}}, "train_dataset"),
     "splits as train_dataset": ({"train_dataset": {"train": ROWS}}, "train_dataset"),
+    "a table as train_dataset": ({"train_dataset": Frame()}, "train_dataset"),
     "a number as eval_dataset": ({"eval_dataset": 5}, "eval_dataset"),
+    "a table as eval_dataset": ({"eval_dataset": Frame()}, "eval_dataset"),
     "columns as eval_dataset": ({"eval_dataset": {"prompt": ["one", "two"]}}, "eval_dataset"),
     "None from metrics_callback": ({"metrics_callback": lambda samples: None}, "metrics_callback"),
     "text from metrics_callback": ({"metrics_callback": lambda samples: {"mine": "high"}}, "metrics_callback"),
     "an integer without bounds as reward": ({"reward_func": lambda a, b: 10**400}, "row 0, turn 1"),
     "infinite in float32": ({"reward_func": lambda a, b: 1e39}, "row 0, turn 1"),
+    "infinite when squared, in a critic's loss": ({"reward_func": lambda a, b: 1e25}, "row 0, turn 1"),
     "infinite in float32 for one agent": ({"reward_func": lambda a, b: [0.5, 1e39]}, "row 0, turn 1"),
 }
 
