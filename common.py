@@ -28,14 +28,14 @@ from transformers.utils import cached_file
 
 
 def iterate(dataset: Any, start: int = 0) -> Iterator[Any]:
-    """The items of a dataset from row `start` on; a dataset without a length is read from its beginning."""
+    """The items of a dataset from row `start` on; one that has no length is read from its beginning, up to there."""
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return (dataset[row] for row in range(start, len(dataset)))
     return islice(iter(dataset), start, None)
 
 
 def parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function by name; {} for those built-in ones that Python cannot tell them of."""
+    """The parameters of a function by name; {} for built-in functions that do not tell theirs."""
     try:
         return inspect.signature(function).parameters
     except ValueError:
@@ -58,7 +58,7 @@ def resolve_sources(given: dict[str, Any], one: str, many: str, count: int) -> l
 
 
 def resolve_tokenizers(tokenizer: Any, agent_model: Any, count: int, options: dict[str, Any]) -> list[Any]:
-    """One tokenizer per agent: one for all, a list with one for each, or the one that comes with a name."""
+    """One tokenizer per agent: the one given for all, a list with one for each, or the one in agent_model's folder."""
     if tokenizer is None and isinstance(agent_model, str):
         tokenizer = AutoTokenizer.from_pretrained(agent_model, **options)
     tokenizers = list(tokenizer) if isinstance(tokenizer, list | tuple) else [tokenizer] * count
@@ -70,7 +70,7 @@ def resolve_tokenizers(tokenizer: Any, agent_model: Any, count: int, options: di
 def place(parallel_training: str, groups: list[tuple[str, list[str] | None, int]]) -> list[list[torch.device]]:
     """For each group of models, given as (name, device names, count), `count` devices.
 
-    "mp": those named, by default the first group's. "none": the only one named or else cuda if there is one, for all.
+    "mp": those named for the group, else the first group's. "none": one for all: the one named, or cuda, or the cpu.
     """
     named = sorted({device for _, devices, _ in groups for device in devices or ()})
     if parallel_training == "none" and len(named) > 1:
@@ -82,21 +82,21 @@ def place(parallel_training: str, groups: list[tuple[str, list[str] | None, int]
         if parallel_training == "none":
             devices = named or ["cuda" if torch.cuda.is_available() else "cpu"]
         try:
-            found = [torch.device(x) for x in devices or () if torch.empty(0, device=x).numel() == 0] or places[0]
-        except (RuntimeError, AssertionError) as error:  # of torch.empty, where there is no such device
+            found = [torch.device(x) for x in devices or () if torch.empty(0, device=x) is not None] or places[0]
+        except (RuntimeError, AssertionError) as error:  # torch.empty is there to fail if there is no such device
             raise ValueError(f"{name}={devices}: {error}") from error
         places.append(found if len(found) == count else found * count)
     return places
 
 
 def load(kind: str, sources: list, devices: list, options: dict[str, Any]) -> list[nn.Module]:
-    """The models on their devices, in eval mode; of "critics" no language-model head. `options` go to from_pretrained.
+    """The models on their devices, in eval mode; "critics" without their head. `options` go to from_pretrained.
 
     Parameters are float32, whatever type a checkpoint is stored in: AdamW steps of the size used in RL vanish in
     bfloat16 weights. Weights that a checkpoint lacks are an error, never silently random.
     """
     models, logger = [], logging.getLogger("transformers.modeling_utils")
-    for index, (model, device) in enumerate(zip(sources, devices, strict=False)):
+    for index, (model, device) in enumerate(zip(sources, devices, strict=False)):  # sources may be []
         name, auto_class = f"{kind}[{index}]", AutoModel if kind == "critics" else AutoModelForCausalLM
         if isinstance(model, str):
             logger.disabled = True  # it would report that a critic has no use for lm_head
@@ -117,7 +117,7 @@ def load(kind: str, sources: list, devices: list, options: dict[str, Any]) -> li
 
 
 def refuse_shared_weights(**groups: list[nn.Module]) -> None:
-    """ValueError if two of the models hold the same parameter: each would undo the other's steps."""
+    """ValueError if two of the models share a parameter: two optimisers would both step it."""
     owners: dict[int, str] = {}
     for name, parameter in [(f"{g}[{i}]", p) for g in groups for i, x in enumerate(groups[g]) for p in x.parameters()]:
         if owners.setdefault(id(parameter), name) != name:
@@ -139,16 +139,16 @@ def check_vocabulary(name: str, model: nn.Module, source: Any, tokenizer: Any) -
     if len(tokenizer) > rows:
         raise ValueError(f"{name} embeds {rows} tokens, the tokenizer {given!r} has {len(tokenizer)}")
     if not find_file(source, "tokenizer_config.json") or source == given:
-        return  # a model in memory, or a folder without a tokenizer, such as `save_model` writes for critics
+        return  # a model in memory, a folder without a tokenizer (as `save_model` writes for critics), or its own
     own, others = AutoTokenizer.from_pretrained(source).get_vocab().items(), tokenizer.get_vocab().items()
-    if not (own <= others or others <= own):  # added tokens are no matter
+    if not (own <= others or others <= own):  # tokens added to one of them do no harm
         raise ValueError(f"{name} comes with the tokenizer {source!r}, but is to read the ids of {given!r}")
 
 
 def encode(tokenizer: Any, texts: Sequence[str], where: list[str], chat_template: bool = False) -> list[list[int]]:
-    """Token ids of prompts, with one begin token if the tokenizer adds one, also where a template wrote it already.
+    """Token ids of prompts; if the tokenizer adds a begin token, exactly one, even if the chat template wrote it too.
 
-    An end token that some tokenizers append is left out, as the model is to go on from here. No ids: ValueError.
+    The end token that some tokenizers append is left out: the model is to go on from here. No ids: ValueError.
     """
     if chat_template:
         chats, options = [[{"role": "user", "content": text}] for text in texts], {"add_generation_prompt": True}
@@ -162,16 +162,16 @@ def encode(tokenizer: Any, texts: Sequence[str], where: list[str], chat_template
 
 
 def max_positions(model: nn.Module) -> int:
-    """The number of positions a model was built for."""
+    """The number of positions a model was built for; if its config sets no limit, a number beyond any prompt's."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
 
 
 def keep_end(ids: list[int], limit: int, tokenizer: Any) -> list[int]:
-    """The last `limit` ids, a begin token at the front keeping its place; warns once when it cuts."""
+    """The last `limit` ids, a begin token at the front being kept; warns when it cuts."""
     if len(ids) <= limit:
         return ids
     warnings.warn("a text is longer than its model has positions for: its end is kept", stacklevel=2)
-    return [ids[0], *ids[len(ids) - limit + 1 :]] if ids[0] == tokenizer.bos_token_id and limit > 1 else ids[-limit:]
+    return [ids[0], *ids[1 - limit :]] if ids[0] == tokenizer.bos_token_id and limit > 1 else ids[-limit:]
 
 
 def stop_ids(model: nn.Module, tokenizer: Any) -> set[int]:
@@ -203,12 +203,12 @@ def generate(model: nn.Module, prompts: list, stops: set[int], generator: torch.
     """
     max_new_tokens, temperature, top_p, top_k, dtype = sampling
     inputs = pad(prompts, [()] * len(prompts), model.device)
-    inputs.pop("position_ids")  # generate makes them itself, of the mask
+    inputs.pop("position_ids")  # `model.generate` makes them itself, from the mask
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)] if temperature != 1.0 else [])
     warpers += [TopKLogitsWarper(top_k)] if top_k is not None else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
-    # Sampling with a generator of our own: argmax(logits - log e), e ~ Exp(1), is a draw from softmax(logits). The
-    # global random state is neither used nor changed, and agents that generate at once do not disturb each other.
+    # Sampling with a generator of our own, by the Gumbel trick: argmax(logits - log e), e ~ Exp(1), is a draw from
+    # softmax(logits). The global random state is left alone; agents that generate at once do not disturb each other.
     warpers += [lambda _, z: z - torch.empty_like(z).exponential_(generator=generator).clamp_(1e-30).log_()]
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 0}
     shipped, model.generation_config = model.generation_config, GenerationConfig()
@@ -223,7 +223,7 @@ def generate(model: nn.Module, prompts: list, stops: set[int], generator: torch.
 
 
 def generate_all(models: list, prompts: list, stops: list, generators: list, devices: list, sampling: tuple) -> list:
-    """`generate` for all agents, at the same time where they have devices of their own: completions [N][B]."""
+    """`generate` for all agents, at the same time unless they share one device: completions [N][B]."""
     work = [(*each, sampling) for each in zip(models, prompts, stops, generators, strict=True)]
     if len(set(devices)) == 1:
         return [generate(*each) for each in work]
@@ -244,12 +244,12 @@ def last_hidden(backbone: nn.Module, sequences: list[list[int]], dtype: str) -> 
     first: dict[tuple[int, ...], int] = {}
     index = [first.setdefault(tuple(sequence), len(first)) for sequence in sequences]  # [a, b, a] -> [0, 1, 0]
     inputs = pad(list(first), [()] * len(first), backbone.device)
-    inputs["input_ids"].clamp_(max=backbone.get_input_embeddings().weight.shape[0] - 1)  # agents draw ids of no token
+    inputs["input_ids"].clamp_(max=backbone.get_input_embeddings().weight.shape[0] - 1)  # agents can draw unused ids
     return call_model(backbone, dtype, **inputs).last_hidden_state[:, -1][index]
 
 
 class Scores(NamedTuple):
-    """What one forward pass tells of B completions."""
+    """What one forward pass tells about B completions."""
 
     logprobs: Tensor  # [B, K] log softmax(z_k / temperature)[a_k] of generated tokens, 0 beyond the end
     mask: Tensor  # [B, K] True on generated tokens, the stop token among them
@@ -259,11 +259,11 @@ class Scores(NamedTuple):
 def score(
     model: nn.Module, prompts: list, completions: list, temperature: float, dtype: str, return_hidden: bool = False
 ) -> Scores:
-    """Score every generated token; what top_p and top_k cut off is not scored. Of prompts no logits are computed."""
+    """Score every generated token under the full softmax (top_p and top_k are ignored); no logits for prompts."""
     inputs, K = pad(prompts, completions, model.device), max(map(len, completions))
     output = call_model(model, dtype, **inputs, logits_to_keep=K + 1, output_hidden_states=return_hidden)
     logits = output.logits[:, -(K + 1) : -1].float()  # [B, K, V]: column k predicts generated token k
-    logits = logits if temperature == 1.0 else logits / temperature
+    logits = logits if temperature == 1.0 else logits / temperature  # / 1.0 would copy [B, K, V]
     mask = inputs["attention_mask"][:, -K:].bool()
     chosen = logits.gather(-1, inputs["input_ids"][:, -K:, None]).squeeze(-1)
     logprobs = (chosen - logits.logsumexp(-1)).masked_fill(~mask, 0.0)

@@ -1,27 +1,27 @@
 r"""MAAC: multi-agent actor-critic for several language models that answer together, in one file.
 
 N agents, each a language model, read a prompt each and answer; one reward scores the joint answer. One centralised
-critic reads what all agents read, and gives all of them the same TD error, apart from their own rewards where rewards
-are per agent. (In iac.py every agent has a critic of its own; `diff iac.py maac.py` shows the difference.)
+critic reads what all agents read: all get the same TD error, but for rewards per agent and KL penalties, of which it
+learns the mean. (In iac.py every agent has a critic of its own; `diff iac.py maac.py` shows the difference.)
 
     policy     log pi_i(a_i|h_i) = sum_k log softmax(z_k / temperature)[a_k]   h_i: prompt, a_i: answer with stop token
     reward     r_t = R_t - reference_kl_coef * KL_t,  R = reward_processor(reward_func(...))
-               KL_t = sum_k [log pi_i(a_k) - log pi_i^ref(a_k)]              only with reference_kl_enabled
+               KL_t = sum_k [log pi_i(a_k) - log pi_i^ref(a_k)], one-sample estimate; if reference_kl_enabled
     critic     critic_type "v": C(t) = V(h), read at the end of all agents' prompts h = (h_1, ..., h_N)
-               critic_type "q": C(t) = Q(h, a), read at the end of these and then all answers a = (a_1, ..., a_N)
+               critic_type "q": C(t) = Q(h, a), read at the end of all prompts and then answers a = (a_1, ..., a_N)
     target     y_t = r_t + discount * C_old(t + 1),  y_T = r_T at the last collected turn T
     advantage  A_t = y_t - C_old(t), the TD error, normalised over the samples of one agent and turn
     losses     actor   -mean_b log pi_i(a_b|h_b) * A_b
                critic  value_loss_coef * mean_b (C(b) - y_b)^2
 
-The critic reads one text, tokenized with agent 0's tokenizer (`critic_text` below); here for two agents, and with "q":
+The critic reads one text (`critic_text` below), tokenized with agent 0's tokenizer. With "q" and two agents it is:
 
     [agent 1]\n<prompt>\n[agent 2]\n<prompt>\n[answer 1]\n<answer>\n[answer 2]\n<answer>
 
-C_old, targets and advantages are fixed at collection. Left out on purpose: importance ratios and their clipping, GAE
-(a target looks one turn ahead), an entropy bonus, dropout. With "q" the same TD error drives the actor, without a state
-baseline: at the last turn it is r - Q(h, a), so as Q fits, the advantage shrinks to noise. Let Q learn slowly. The
-critic takes a step with each mini-batch of each agent, N times as many as an agent.
+C_old, targets and advantages are fixed at collection; a sample is trained on once. Left out on purpose: importance
+ratios, GAE (a target looks one turn ahead), an entropy bonus, dropout. With "q" the same TD error drives the actor, but
+Q(h, a) depends on the action and is no baseline: as it fits, the advantage r - Q shrinks to noise. Let it learn slowly.
+The critic takes a step with each mini-batch of each agent, N times as many as an agent takes.
 
     python maac.py                                     the demo: two tiny models name numbers that sum to n
     python maac.py --agent-model Qwen/Qwen3-0.6B --chat-template --task my_task.py
@@ -43,6 +43,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from typing import Any, Literal, get_args
@@ -71,8 +72,8 @@ class MAACConfig:
     agent_learning_rate: float = 5e-6  # AdamW step size of the actors
     critic_learning_rate: float = 5e-6  # AdamW step size of the critic
     value_loss_coef: float = 0.6  # weight of the critic loss
-    advantage_normalization: bool = True  # mean 0 and deviation 1 within each agent and turn
-    rollout_buffer_size: int = 8  # samples per agent that start an update
+    advantage_normalization: bool = True  # mean 0 and standard deviation 1 within each agent and turn
+    rollout_buffer_size: int = 8  # an update starts once each agent has this many samples
     train_batch_size: int | None = None  # samples per optimiser step; None = rollout_buffer_size
     micro_batch_size: int | None = None  # samples that go through a model at once, same gradient; None = all
     rollout_batch_size: int | None = None  # dataset items generated together; None = all up to the next update
@@ -91,7 +92,7 @@ class MAACConfig:
     eval_interval: int = 16  # dataset items between evaluations; 0 = never evaluate
     eval_num_samples: int = 4  # dataset items per evaluation
     eval_batch_size: int = 1  # dataset items generated together in evaluation
-    logging_steps: int = 1  # joint answers between two logged rows, at least
+    logging_steps: int = 1  # at least this many joint answers between two logged rows
     checkpoint_interval: int = 0  # updates between checkpoints; 0 = one at the end
     parallel_training: Literal["none", "mp"] = "none"  # "none": one device for all; "mp": the devices named below
     agent_devices: list[str] | None = None  # one for all agents or one for each
@@ -101,14 +102,14 @@ class MAACConfig:
     seed: int = 1  # of sampling, of shuffling mini-batches, of value heads
 
     def __post_init__(self) -> None:
-        """Refuse bad values, naming the field; fill in what is derived."""
+        """Refuse bad values, naming the field. Unless listed here, integers are at least 1 and floats at least 0."""
         may_be_0 = ("eval_interval", "eval_num_samples", "checkpoint_interval", "seed")
         above_0 = ("temperature", "top_p", "max_grad_norm")
         low = dict.fromkeys(may_be_0, 0) | dict.fromkeys(above_0, 1e-6) | {"early_termination_threshold": -1e300}
         high = {"top_p": 1, "discount": 1, "seed": 2**32}
         for f in fields(MAACConfig):
-            value, kinds = getattr(self, f.name), get_args(f.type) or (f.type,)  # of a Literal: what it lists
-            least, most = low.get(f.name, 1 if int in kinds else 0), high.get(f.name, 1e300)
+            value, kinds = getattr(self, f.name), get_args(f.type) or (f.type,)  # int | None: int, NoneType
+            least, most = low.get(f.name, 1 if int in kinds else 0), high.get(f.name, 1e300)  # neither inf nor NaN
             if list[str] in kinds and isinstance(value, str | list | tuple):
                 value = [value] if isinstance(value, str) else list(value)
                 good = value and all(isinstance(name, str) and name for name in value)
@@ -134,10 +135,10 @@ class MAACConfig:
 
 
 def number_task(num_agents: int, seed: int) -> dict[str, Any]:
-    """The built-in task: all agents are shown n, each names a number, and the numbers are to add up to n.
+    """The built-in task: all agents are shown n, each names a number, and the numbers should add up to n.
 
     They cannot talk, so they must find a convention: say, agent 0 names 4 whatever n is, and agent 1 the rest. In a
-    later turn they see what everybody said. Returns arguments of the trainer, the same that a task file defines.
+    later turn they see what everybody said. Returns arguments of the trainer, as a task file would define them.
     """
 
     def first_number(text: str) -> str:
@@ -162,9 +163,9 @@ def number_task(num_agents: int, seed: int) -> dict[str, Any]:
 def call_reward(reward_func: Callable, completions: list[list[str]], prompts: list[str], item: Mapping) -> Any:
     """Call a reward function the way its signature asks for.
 
-    Its positional parameters are the agents, each a list of G strings; with one more than agents, not counting those
-    with defaults, the prompts come first, and a single one gets the list of all agents' lists. Parameters called
-    `prompts` (N strings) or `batch_items` (a list of the one item) are filled wherever they stand, as is **kwargs.
+    Its positional parameters get the agents' answers, a list of G strings each. If it requires one more than there are
+    agents, the first gets the prompts; if it requires a single one, that gets the list of all agents' lists. Parameters
+    named `prompts` (N strings) or `batch_items` (a list of the one item) are filled wherever they stand; **kwargs too.
     """
     parameters = common.parameters(reward_func)
     kinds = {p.kind.name for p in parameters.values()}
@@ -178,12 +179,9 @@ def call_reward(reward_func: Callable, completions: list[list[str]], prompts: li
         answers = [answers]
     positional = []
     for p in places:
-        if p.name in named:
-            positional.append(named.pop(p.name))
-        elif answers:
-            positional.append(answers.pop(0))
-        else:
+        if p.name not in named and not answers:
             break  # this one and those after it keep their defaults or are given by name
+        positional.append(named.pop(p.name) if p.name in named else answers.pop(0))
     by_name = {name: x for name, x in named.items() if name in parameters or "VAR_KEYWORD" in kinds}
     return reward_func(*positional, *answers, **by_name)
 
@@ -192,7 +190,7 @@ def read_rewards(raw: Any, N: int, G: int, where: str) -> list[list[float]]:
     """Rewards [N][G] out of what a reward function returned for N agents and G joint answers.
 
     That is one number for the whole call, or G numbers, one per joint answer, or else N numbers, one per agent, or an
-    N x G matrix; a list, tuple, array or tensor. Anything else, or what has no finite square, is a ValueError.
+    N x G matrix; a list, tuple, array or tensor. Anything else is a ValueError, also a number too big to square.
     """
     try:
         rewards = torch.as_tensor(raw, dtype=torch.float64).cpu()
@@ -200,7 +198,7 @@ def read_rewards(raw: Any, N: int, G: int, where: str) -> list[list[float]]:
         rewards = torch.tensor(math.nan)
     per_agent = rewards.shape == (N,) and N != G
     if not (per_agent or rewards.shape in ((), (G,), (N, G))) or not rewards.float().square().isfinite().all():
-        got = f"{len(raw)} values, {raw!r:.200}" if isinstance(raw, Sequence | Tensor) else f"{raw!r:.200}"
+        got = (f"{len(raw)} values, " if isinstance(raw, Sequence) or getattr(raw, "ndim", 0) else "") + f"{raw!r:.200}"
         forms = f"a number, {G} numbers (one per joint answer), {N} numbers (one per agent) or {N} lists of {G} numbers"
         raise ValueError(f"{where}: expected a reward of {forms}, all finite, also squared; got {got}")
     return (rewards[:, None] if per_agent else rewards).expand(N, G).tolist()
@@ -216,23 +214,25 @@ def critic_text(prompts: Sequence[str], answers: Sequence[str]) -> str:
 
 
 class Critic(nn.Module):
-    """A language model without its language-model head, and a float32 value head that reads the last token."""
+    """A language model's backbone, and in place of its head a float32 value head that reads the last token."""
 
     def __init__(self, source: Any, backbone: nn.Module, hidden_dim: int | None, seed: int) -> None:
         """Put a head D -> 1 on the backbone, with a tanh layer in between if hidden_dim is given.
 
-        Its last layer starts at zero, unless `save_model` left a trained head in the folder `source`.
+        Its last layer starts at zero (values are 0 at first), unless `save_model` left a trained head in `source`.
         """
         super().__init__()
-        self.backbone, D = backbone, backbone.config.get_text_config().hidden_size
-        saved = load_file(path) if (path := common.find_file(source, "value_head.safetensors")) else {}
+        self.backbone, config = backbone, backbone.config.get_text_config()
+        D = getattr(config, "word_embed_proj_dim", config.hidden_size)  # OPT-350m's last hidden states are narrower
+        path = common.find_file(source, "value_head.safetensors")
+        saved = load_file(path) if path else {}
         linear = [x for _, x in sorted(saved.items()) if x.dim() == 2]  # weights of the head's linear layers, in order
         trained = len(linear[0]) if len(linear) > 1 else None
         if saved and hidden_dim not in (None, trained):
             raise ValueError(f"a value head's hidden_dim={hidden_dim}: the one saved in {source!r} has {trained}")
         hidden_dim = hidden_dim or trained
         with torch.random.fork_rng(devices=[]):  # building a trainer leaves the global random state as it was
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
             hidden = [nn.Linear(D, hidden_dim), nn.Tanh()] if hidden_dim else []
             self.value_head = nn.Sequential(*hidden, nn.Linear(hidden_dim or D, 1)).to(backbone.device, torch.float32)
         for parameter in self.value_head[-1].parameters():
@@ -260,7 +260,7 @@ class RolloutSample:
     row: int  # in the dataset
     turn_idx: int
     generation_idx: int
-    item: Mapping | None  # the dataset row itself, until the sample lies in the buffer
+    item: Mapping | None  # the dataset row; None in the buffer, as a checkpoint holds plain data
     prompt: str
     prompt_ids: list[int]  # h_i
     completion: str = ""  # without the stop token
@@ -284,20 +284,20 @@ def td_targets(rewards: list[float], values: list[float], discount: float) -> tu
     With discount 1, rewards [1, 2] and values [0.5, 0.25] the targets are [1.25, 2] and the TD errors [0.75, 1.75].
     """
     next_values = [*values[1:], 0.0]  # nothing follows the last collected turn
-    targets = [r + discount * following for r, following in zip(rewards, next_values, strict=True)]
-    return targets, [y - value for y, value in zip(targets, values, strict=True)]
+    targets = [r + discount * v for r, v in zip(rewards, next_values, strict=True)]
+    return targets, [y - v for y, v in zip(targets, values, strict=True)]
 
 
 def normalize_advantages(advantages: Tensor) -> Tensor:
     """(A - mean) / max(std, 1e-6) of advantages [B], with the population std; a single one is left as it is."""
     if len(advantages) == 1:
         return advantages
-    exact = advantages.double()  # in which equal ones become exactly 0; in float32 their mean may be another number
+    exact = advantages.double()  # equal advantages must become 0, and their mean is exact only in float64
     return ((exact - exact.mean()) / exact.std(correction=0).clamp(min=1e-6)).float()
 
 
 def reference_kl(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """KL [B] = sum_k [log pi(a_k) - log pi_ref(a_k)] over the generated tokens of [B, K]."""
+    """One-sample KL estimates [B]: sum_k [log pi(a_k) - log pi_ref(a_k)] over the generated tokens of [B, K]."""
     return torch.where(mask, logprobs - reference, 0.0).sum(-1)
 
 
@@ -312,8 +312,8 @@ def value_loss(values: Tensor, targets: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, targets: Tensor) -> list[float]:
-    """[1 - Var(y - C_old) / Var(y)], or [] where the targets [B] do not vary."""
-    variance = targets.double().var(correction=0)  # of equal ones exactly 0
+    """[1 - Var(y - C_old) / Var(y)], or [], nothing to log, where the targets [B] do not vary."""
+    variance = targets.double().var(correction=0)  # exactly 0 if they are equal
     return [(1 - (targets - values).double().var(correction=0) / variance).item()] if variance > 1e-12 else []
 
 
@@ -321,7 +321,7 @@ def explained_variance(values: Tensor, targets: Tensor) -> list[float]:
 
 
 ALGORITHM = "maac"  # names the folders of runs, and tells one file's runs from the other's
-# Attributes that tell where a run stands: epoch, next row in it, items, joint answers and updates done, ...
+# Attributes that a checkpoint brings back: epoch, next row in it, items, joint answers and updates done, ...
 POSITION = ("epoch", "row", "items_done", "env_step", "updates", "logged_step", "truncated", "run_id")
 LOADING = ("model_kwargs", "critic_model_kwargs", "tokenizer_kwargs", "critic_value_head_hidden_dim")  # model_config
 MAY_CHANGE = {"num_train_epochs", "checkpoint_interval"}  # between a run and its resumption
@@ -329,14 +329,11 @@ MAY_CHANGE = {"num_train_epochs", "checkpoint_interval"}  # between a run and it
 
 def read_settings(run: str) -> dict[str, Any]:
     """The config.json in the folder of a run; ValueError if it is not one of this file's."""
-    try:
-        with open(os.path.join(run, "config.json")) as file:
-            settings = json.load(file)
+    with suppress(OSError, ValueError, KeyError, TypeError), open(os.path.join(run, "config.json")) as file:
+        settings = json.load(file)
         if settings["algorithm"] == ALGORITHM:
             return settings
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(f"{run} is not the folder of a run of {ALGORITHM}.py (nor is the checkpoint/ in it)")
+    raise ValueError(f"{run} is not the folder of a run of {ALGORITHM}.py (give that one, not the checkpoint/ in it)")
 
 
 class MAACTrainer:
@@ -349,7 +346,7 @@ class MAACTrainer:
         agents: Sequence[str | nn.Module] | None = None,  # instead: one for each agent
         critic_model: str | nn.Module | None = None,  # the critic, a name or a model
         critics: Sequence[str | nn.Module] | None = None,  # instead: a list of one
-        tokenizer: Any = None,  # one, or a list with one for each agent; by default the one of the name agent_model
+        tokenizer: Any = None,  # one, or a list with one for each agent; by default the one that agent_model names
         reward_func: Callable | None = None,  # see call_reward and read_rewards
         reward_processor: Callable[[float], float] | None = None,  # applied to every reward
         formatters: Callable | Sequence[Callable] | None = None,  # item -> prompt, one or one for each agent
@@ -374,22 +371,22 @@ class MAACTrainer:
         self.formatters = [formatters] * N if callable(formatters) else formatters
         if not isinstance(self.formatters, Sequence) or len(self.formatters) != N:
             raise ValueError(f"formatters must be a function or a list of {N}, got {formatters!r:.200}")
-        self.reward_func, self.reward_processor = reward_func, reward_processor or float
-        self.metrics_callback, self.external_transition = metrics_callback or (lambda rollout: {}), external_transition
+        self.reward_func, self.external_transition = reward_func, external_transition
+        self.reward_processor = reward_processor or float  # by default nothing is changed
+        self.metrics_callback = metrics_callback or (lambda rollout: {})
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.wandb_config, self.output_dir = wandb_config, output_dir
         if not isinstance(options, Mapping) or set(options) - set(LOADING):
             raise ValueError(f"model_config must be a dict with keys among {LOADING}, got {options!r:.200}")
-        check("reward_func", reward_func, Callable)
-        check("reward_processor", self.reward_processor, Callable)
-        check("metrics_callback", self.metrics_callback, Callable)
+        for name in ("reward_func", "reward_processor", "metrics_callback"):
+            check(name, getattr(self, name), Callable)
         check("wandb_config", {} if wandb_config is None else wandb_config, Mapping)
         for i, formatter in enumerate(self.formatters):
             check(f"formatters[{i}]", formatter, Callable)
-        self.informed = ["external_prompts" in common.parameters(x) for x in self.formatters]  # who wants them
+        self.informed = ["external_prompts" in common.parameters(x) for x in self.formatters]  # those that take it
         for name in [name for name in options if name.endswith("_kwargs")]:
             check(f"model_config[{name!r}]", options[name], Mapping)
-        for name, x in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+        for name, x in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):  # keys: a dict, a table
             if hasattr(x, "keys") or not (x is None or hasattr(x, "__getitem__") or hasattr(x, "__iter__")):
                 raise ValueError(f"{name} must be a list of dicts or the like, one for each row; got {x!r:.200}")
             if isinstance(x, Iterator) and (name == "eval_dataset" or args.num_train_epochs > 1):
@@ -407,6 +404,7 @@ class MAACTrainer:
         groups += [("reference_devices", args.reference_devices, N)]
         self.agent_devices, critic_devices, reference_devices = common.place(args.parallel_training, groups)
         self.agents = common.load("agents", sources, self.agent_devices, options.get("model_kwargs", {}))
+        # The references: names load anew, models in memory are copied before training changes them.
         frozen = copy.deepcopy(sources) if args.reference_kl_enabled and args.reference_kl_coef > 0 else []
         self.references = common.load("references", frozen, reference_devices, options.get("model_kwargs", {}))
         backbones = common.load("critics", critic_sources, critic_devices, options.get("critic_model_kwargs", {}))
@@ -432,7 +430,7 @@ class MAACTrainer:
         self.all_generators = [*self.generators, self.shuffle, torch.default_generator]
         self.buffers: list[list[RolloutSample]] = [[] for _ in range(N)]
         self.metrics: dict[str, list[float]] = defaultdict(list)  # values to average in the next logged row
-        self.seconds: dict[str, float] = defaultdict(float)  # spent on what since the last logged row
+        self.seconds: dict[str, float] = defaultdict(float)  # time in each part since the last logged row
         self.epoch = self.row = self.items_done = self.env_step = self.updates = self.logged_step = self.truncated = 0
         self.run_id, self.logged_at, self.tracker = os.urandom(4).hex(), time.perf_counter(), None
         self.running = self.updating = self.stopping = False  # a run has begun; weights are on the move; Ctrl-C came
@@ -484,7 +482,7 @@ class MAACTrainer:
 
     @torch.no_grad()
     def appraise(self, samples: list[list[RolloutSample]]) -> None:
-        """Fill in critic_ids, reference_kl and old_value of samples [N][B], by the weights they were drawn with."""
+        """Fill in critic_ids, reference_kl and old_value of samples [N][B], with the weights that drew them."""
         critic, limit, tokenizer = self.critics[0], common.max_positions(self.critics[0].backbone), self.tokenizers[0]
         joints = list(zip(*samples, strict=True))  # [B][N]: the samples of each joint answer
         answers = [[s.completion for s in joint] if self.args.critic_type == "q" else [] for joint in joints]
@@ -508,11 +506,11 @@ class MAACTrainer:
                     s.old_value = value
 
     def collect(self, items: list, first_row: int, generators: list, G: int, train: bool = True) -> list[list]:
-        """Play all items side by side, batched; returns each one's rollout: samples by turn, agent and generation."""
+        """Play all items side by side, batched; returns each one's samples in order of turn, agent, generation."""
         args, N = self.args, self.args.num_agents
         sampling = (args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.dtype)
         rollouts: list[list[RolloutSample]] = [[] for _ in items]
-        active = list(range(len(items)))  # items whose episode goes on; B = len(active) * G, generations innermost
+        active = list(range(len(items)))  # items e whose episode goes on; B = len(active) * G, generations innermost
         for turn in range(args.num_turns):
             where = [f"row {first_row + e}, turn {turn + 1}" for e in range(len(items))]
             samples: list[list[RolloutSample]] = [[] for _ in range(N)]  # [N][B]
@@ -531,8 +529,8 @@ class MAACTrainer:
                     s.completion_ids, s.finished = answer, answer[-1] in self.stops[i]
                     text_ids = answer[:-1] if s.finished else answer
                     s.completion = self.tokenizers[i].decode(text_ids, skip_special_tokens=True)
-            for k, e in enumerate(active):
-                joint = [own[k * G : (k + 1) * G] for own in samples]  # [N][G]
+            for j, e in enumerate(active):
+                joint = [own[j * G : (j + 1) * G] for own in samples]  # [N][G]
                 texts, asked = [[s.completion for s in own] for own in joint], [own[0].prompt for own in joint]
                 raw = read_rewards(call_reward(self.reward_func, texts, asked, items[e]), N, G, where[e])
                 processed = [[self.reward_processor(reward) for reward in row] for row in raw]
@@ -542,18 +540,18 @@ class MAACTrainer:
                         rollouts[e].append(s)
             if train:
                 self.appraise(samples)
-            if (threshold := args.early_termination_threshold) is not None:  # a mean of equal rewards may be rounded
-                excess = {e: sum(s.reward - threshold for s in rollouts[e][-N * G :]) for e in active}  # of this turn
-                active = [e for e in active if excess[e] <= 0]
+            if (threshold := args.early_termination_threshold) is not None:  # a sum: a mean of equals may be rounded up
+                active = [e for e in active if sum(s.reward - threshold for s in rollouts[e][-N * G :]) <= 0]
             if not active:
                 break
         for rollout in rollouts:
-            for k in range(N * G):
-                path = rollout[k :: N * G]  # one agent's T collected turns
+            for j in range(N * G):
+                path = rollout[j :: N * G]  # the T collected turns of one agent and generation
                 rewards = [s.reward - args.reference_kl_coef * s.reference_kl for s in path]
                 targets, td_errors = td_targets(rewards, [s.old_value for s in path], args.discount)
                 for t, s in enumerate(path):
-                    s.target, s.advantage, s.expected_return = targets[t], td_errors[t], sum(x.reward for x in path[t:])
+                    s.target, s.advantage = targets[t], td_errors[t]
+                    s.expected_return = sum(x.reward for x in path[t:])
         return rollouts
 
     def update(self, i: int) -> None:
@@ -595,7 +593,7 @@ class MAACTrainer:
         return self.args.value_loss_coef * losses
 
     def optimizer_step(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a gradient that is not finite, clip it, step, and forget it."""
+        """Check that the gradient is finite, clip it, take the step and clear the gradient."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if not norm.isfinite():
@@ -607,7 +605,7 @@ class MAACTrainer:
         optimizer.zero_grad()
 
     def add_metrics(self, metrics: dict[str, list[float]], rollout: list[RolloutSample], prefix: str = "") -> None:
-        """Add what is logged of an item's samples, the user's metrics among it, to lists that will be averaged."""
+        """Append an item's metrics, the user's among them, to lists that are averaged later."""
         for s in rollout:
             turn, agent = f"{prefix}turn_{s.turn_idx + 1}", f"{prefix}agent_{s.agent_idx}"
             metrics[f"{turn}/reward_mean"].append(s.reward)
@@ -620,19 +618,19 @@ class MAACTrainer:
         further = self.metrics_callback(rollout)
         try:
             for name, value in further.items():
-                metrics[f"{prefix}{name}"] += [float(value)] if math.isfinite(value) else []  # NaN: nothing to average
+                metrics[f"{prefix}{name}"] += [float(value)] if math.isfinite(value) else []  # not finite: left out
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"metrics_callback must return a dict of numbers, got {further!r:.200}") from error
 
     def evaluate(self) -> dict[str, float]:
         """Mean metrics, named eval/..., of eval_num_samples items of eval_dataset with one joint answer each.
 
-        Drawn from generators of their own, seeded by env_step: evaluating never changes the training that follows.
+        Answers are drawn with other generators, seeded by env_step: evaluating does not change what training draws.
         """
         args, rollouts, metrics = self.args, [], defaultdict(list)
         dataset = () if self.eval_dataset is None else self.eval_dataset
         items = list(islice(common.iterate(dataset), args.eval_num_samples))
-        generators = self.new_generators(args.seed + 7919 * (self.env_step + 1))
+        generators = self.new_generators(args.seed + 7919 * (self.env_step + 1))  # far from any run's own seed
         for start in range(0, len(items), args.eval_batch_size):
             rollouts += self.collect(items[start : start + args.eval_batch_size], start, generators, 1, train=False)
         for number, rollout in enumerate(rollouts):
@@ -651,7 +649,7 @@ class MAACTrainer:
                 file.write(json.dumps({"env_step": self.env_step} | row, allow_nan=False) + "\n")
 
     def report(self) -> None:
-        """Where it is due, evaluate, and write a row with that and the means of the metrics since the last one."""
+        """Evaluate, and average the metrics since the last row, each if it is due; write what there is as one row."""
         args, ended = self.args, self.epoch == self.args.num_train_epochs
         row = self.evaluate() if args.eval_interval and (ended or self.items_done % args.eval_interval == 0) else {}
         for name, value in row.items():
@@ -684,9 +682,9 @@ class MAACTrainer:
         os.rename(new, path)
 
     def snapshot(self) -> None:
-        """Note where the run stands between two batches, all but the weights: what a checkpoint holds beside them."""
+        """Note all but the weights for a checkpoint, between two batches: a batch broken off leaves no trace."""
         files = [os.path.join(self.output_dir, name) for name in ("metrics.jsonl", "completions.jsonl") if self.running]
-        _, keys, *others = np.random.get_state()
+        _, keys, *others = np.random.get_state()  # a list below: weights_only loads no arrays
         self.state = {name: getattr(self, name) for name in POSITION} | {
             "generators": [x.get_state() for x in self.all_generators],
             "random": (random.getstate(), ("MT19937", keys.tolist(), *others)),  # the user's functions may draw
@@ -709,7 +707,7 @@ class MAACTrainer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What has to be the same when a run is resumed, apart from MAY_CHANGE."""
+        """What must be the same when a run is resumed, but for MAY_CHANGE."""
         return {"algorithm": ALGORITHM} | {f.name: getattr(self.args, f.name) for f in fields(MAACConfig)}
 
     def refuse_other(self, settings: dict[str, Any], path: str) -> None:
@@ -728,7 +726,7 @@ class MAACTrainer:
         for x, saved in zip(self.stateful, state["weights"], strict=True):
             x.load_state_dict(saved)
         for optimizer in [*self.agent_optimizers, *self.critic_optimizers]:
-            optimizer.zero_grad()  # an error may have left some
+            optimizer.zero_grad()  # an error may have left gradients behind
         for x, saved in zip(self.all_generators, state["generators"], strict=True):
             x.set_state(saved)
         random.setstate(state["random"][0])
@@ -747,7 +745,7 @@ class MAACTrainer:
             for row, item in enumerate(common.iterate(self.train_dataset)):
                 self.turn_prompts(item, 0, [], f"row {row}, turn 1")
         is_checkpoint = resume_from and os.path.exists(os.path.join(resume_from, "state.pt"))
-        if resume_from and not is_checkpoint:  # the folder of a run, which goes on in it, from the start if it has to
+        if resume_from and not is_checkpoint:  # a run's folder: go on in it, from the start if it has no checkpoint
             self.output_dir = resume_from
             self.refuse_other(read_settings(resume_from), resume_from)
             if os.path.exists(os.path.join(resume_from, "checkpoint", "state.pt")):
@@ -761,8 +759,8 @@ class MAACTrainer:
             os.makedirs(self.output_dir, exist_ok=True)
             if os.listdir(self.output_dir):
                 raise ValueError(f"output_dir={self.output_dir!r} holds files already: name a new folder or resume it")
-            self.state["sizes"] = {}
-        for name in ("metrics.jsonl", "completions.jsonl"):  # what was logged after the checkpoint comes again
+            self.state["sizes"] = {}  # those of the other folder's files
+        for name in ("metrics.jsonl", "completions.jsonl"):  # drop what came after the checkpoint: it comes again
             with open(os.path.join(self.output_dir, name), "a") as file:
                 file.truncate(self.state["sizes"].get(name, 0))
         config = os.path.join(self.output_dir, "config.json")
@@ -783,7 +781,7 @@ class MAACTrainer:
                 self.tracker = wandb.init(**options | self.wandb_config | {"mode": "offline"})
 
     def item_batches(self) -> Iterator[tuple[list, bool]]:
-        """Yield the items up to the next update, all of which meet the same weights, and whether they end an epoch."""
+        """Yield the items up to the next update, all answered by the same weights, and whether they end an epoch."""
         args = self.args
         while self.epoch < args.num_train_epochs:
             rows = common.iterate(self.train_dataset, self.row)
@@ -795,10 +793,10 @@ class MAACTrainer:
                 count = math.ceil(missing / (args.num_generations * args.num_turns))
                 items = [item, *islice(rows, min(count, args.rollout_batch_size or count) - 1)]
                 item = next(rows, None)  # looking ahead tells where the epoch ends
-                yield items, item is None  # `train` moves epoch and buffers on meanwhile, which ends the loops
+                yield items, item is None  # until the next call `train` moves on epoch, row and buffers
 
     def interrupt(self, *_: Any) -> None:
-        """Stop at once in a rollout, of which nothing is kept; finish an update first, unless asked a second time."""
+        """Break off a rollout, of which nothing is kept, but finish an update, unless asked a second time."""
         if not self.updating or self.stopping:
             raise KeyboardInterrupt
         self.stopping = True
@@ -814,11 +812,11 @@ class MAACTrainer:
         length = len(self.train_dataset) * args.num_train_epochs if hasattr(self.train_dataset, "__len__") else None
         bar = tqdm(total=length, initial=self.items_done, unit="item")
         self.logged_at = time.perf_counter()
-        in_main = threading.current_thread() is threading.main_thread()  # no other one may handle signals
+        in_main = threading.current_thread() is threading.main_thread()  # only this one may handle signals
         handlers = {s: signal.signal(s, self.interrupt) for s in (signal.SIGINT, signal.SIGTERM) if in_main}
         try:
             self.snapshot()
-            self.report()
+            self.report()  # the first evaluation, or what was due when the checkpoint was written
             for items, epoch_ends in self.item_batches():
                 started = time.perf_counter()
                 rollouts = self.collect(items, self.row, self.generators, args.num_generations)
@@ -894,9 +892,9 @@ class Args(MAACConfig):
 def main() -> None:
     """Train from the command line."""
     transformers.logging.disable_progress_bar()
-    flags = {flag.split("=")[0].replace("_", "-") for flag in sys.argv[1:]}
+    flags = {flag.split("=")[0].replace("_", "-") for flag in sys.argv[1:]}  # tell which defaults --help is to show
     default = Args(**({} if flags & {"--agent-model", "--agents"} else DEMO))
-    default.train_batch_size = None  # to be derived from the buffer size of the command line
+    default.train_batch_size = None  # to be derived again, from the buffer size that the command line gives
     args = tyro.cli(Args, default=default)
     if args.resume:
         saved = read_settings(args.resume)  # the run's own settings hold, unless they are given again
@@ -918,7 +916,7 @@ def main() -> None:
     try:
         trainer.train(args.resume)
     except KeyboardInterrupt:
-        sys.exit(130)  # what is to be known of it was printed already
+        sys.exit(130)  # 128 + SIGINT; `train` has said how to go on
 
 
 if __name__ == "__main__":

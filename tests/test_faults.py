@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from library_models import MODULES, ROWS, VARIANTS, build, collected, folder, metrics, model, rig, tokenizer
@@ -537,6 +538,8 @@ BAD_REWARDS = {
     "three rows": ([[0.1] * 4] * 3, ["2 lists of 4"]),
     "NaN in a matrix": ([[0.1] * 4, [0.1] * 3 + [float("nan")]], ["finite", "nan"]),
     "a tensor of 3": (torch.ones(3), ["4", "3 values"]),
+    "an array of 3": (np.ones(3), ["4", "3 values"]),
+    "a tensor that is a bare NaN": (torch.tensor(float("nan")), ["finite", "nan"]),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import run
 from library_models import VARIANTS, build, collected, folder, metrics, model, tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM, OPTModel
 
 SEQUENCES = [[5, 6, 7], [8, 9, 10, 11, 12], [260, 7]]
 
@@ -250,6 +250,18 @@ def test_a_critic_needs_no_more_embeddings_than_there_are_tokens(variant, critic
     samples = collected(trainer)
     trainer.train()
     assert max(token for s in samples for token in s.completion_ids) >= len(tokenizer("T"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_last_hidden_states_may_be_narrower_than_hidden_size(variant, tmp_path):
+    """As those of OPT-350m are."""
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 64, "num_hidden_layers": 2}
+    config = OPTConfig(vocab_size=len(tokenizer("T")), num_attention_heads=2, max_position_embeddings=64, **sizes)
+    given = {} if variant == "iac_shared" else {"critic_model": OPTModel(config)}
+    agents = [OPTForCausalLM(config).eval() for _ in range(2)]
+    trainer = build(variant, tmp_path / "run", agents=agents, tokenizer=tokenizer("T"), **given)
+    assert_trains(trainer, critics=2 if variant == "iac_shared" else 1)
+    trainer.save_model(str(tmp_path / "saved"))
 
 
 def test_one_critic_cannot_serve_agents_of_two_families(tmp_path):

@@ -135,7 +135,7 @@ RATIOS = """ratios = (logprobs.sum(-1) - old).exp()
 @every
 def test_ratios(variant, edited, tmp_path):
     """Two passes over the buffer, with ratios that are clipped."""
-    drawn_with = 'by the weights they were drawn with."""\n'
+    drawn_with = 'with the weights that drew them."""\n'
     old_logprobs = "torch.tensor([s.old_logprob for s in batch])"
     module = edited(
         "... with ratios",
@@ -203,7 +203,7 @@ GAE = """td_errors = [y - value for y, value in zip(targets, values, strict=True
 @every
 def test_targets_and_advantages(variant, edited, tmp_path):
     """GAE with lambda 0.5."""
-    old = "return targets, [y - value for y, value in zip(targets, values, strict=True)]"
+    old = "return targets, [y - v for y, v in zip(targets, values, strict=True)]"
     module = edited("targets and advantages, say GAE", variant, ("td_targets", old, GAE))
     assert module.td_targets([1.0, 2.0], [0.5, 0.25], 1.0) == ([1.25, 2.0], [0.75 + 0.5 * 1.75, 1.75])
     again = lambda prompt, num_agents, **_: [f"{prompt} again"] * num_agents  # noqa: E731
