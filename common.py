@@ -243,9 +243,8 @@ def last_hidden(backbone: nn.Module, sequences: list[list[int]], dtype: str) -> 
     """Hidden states [B, D] at the last token of each sequence; equal sequences go through the model once."""
     first: dict[tuple[int, ...], int] = {}
     index = [first.setdefault(tuple(sequence), len(first)) for sequence in sequences]  # [a, b, a] -> [0, 1, 0]
-    inputs = pad(list(first), [()] * len(first), backbone.device)
-    inputs["input_ids"].clamp_(max=backbone.get_input_embeddings().weight.shape[0] - 1)  # agents can draw unused ids
-    return call_model(backbone, dtype, **inputs).last_hidden_state[:, -1][index]
+    output = call_model(backbone, dtype, **pad(list(first), [()] * len(first), backbone.device))
+    return output.last_hidden_state[:, -1][index]
 
 
 class Scores(NamedTuple):

@@ -15,7 +15,7 @@ reads everything, for all agents; `diff iac.py maac.py` shows the difference.)
                critic  value_loss_coef * mean_b (C(b) - y_b)^2
 
 The critic is a model of its own, or with --no-use-separate-critic a value head on the actor's backbone: then one pass
-gives scores and values, one optimiser steps on the sum of both losses, and the squared error is clipped:
+gives scores and values where both are needed, one optimiser steps on both losses, and the squared error is clipped:
 max((C - y)^2, (C_clip - y)^2) with C_clip = C_old + clip(C - C_old, -value_clip_range, value_clip_range).
 
 C_old, targets and advantages are fixed at collection; a sample is trained on once. Left out on purpose: importance
@@ -419,6 +419,7 @@ class IACTrainer:
         for i, (tok, c) in enumerate(zip(self.tokenizers, self.critic_of, strict=True)):
             common.check_vocabulary(f"agents[{i}]", self.agents[i], sources[i], tok)
             common.check_vocabulary(f"critics[{c}]", backbones[c], critic_sources[c], tok)
+        self.last_ids = [x.get_input_embeddings().weight.shape[0] - 1 for x in backbones]  # the largest a critic knows
         self.prompt_limits = [common.max_positions(agent) - args.max_new_tokens for agent in self.agents]
         if min(self.prompt_limits) < 1:
             raise ValueError(f"max_new_tokens={args.max_new_tokens} leaves a prompt no room in the models' positions")
@@ -491,7 +492,7 @@ class IACTrainer:
         critic = self.critics[self.critic_of[i]]
         if hidden is None:
             return critic([s.critic_ids for s in samples], self.args.dtype)
-        column = [len(s.critic_ids) - len(s.prompt_ids) for s in samples]  # 0: the last token of the prompt
+        column = [len(s.critic_ids) - len(s.prompt_ids) for s in samples]  # both begin with the prompt: 0 is its end
         return critic.value(hidden[torch.arange(len(samples)), column])
 
     @torch.no_grad()
@@ -501,6 +502,7 @@ class IACTrainer:
             limit = common.max_positions(self.critics[self.critic_of[i]].backbone)
             for s in own:
                 ids = s.prompt_ids + s.completion_ids if self.args.critic_type == "q" else s.prompt_ids
+                ids = [min(token, self.last_ids[self.critic_of[i]]) for token in ids]  # agents can draw unused ids
                 s.critic_ids = common.keep_end(ids, limit, self.tokenizers[i])
             for batch in self.micro_batches(own):
                 hidden = None
@@ -666,7 +668,7 @@ class IACTrainer:
         args, ended = self.args, self.epoch == self.args.num_train_epochs
         row = self.evaluate() if args.eval_interval and (ended or self.items_done % args.eval_interval == 0) else {}
         for name, value in row.items():
-            if "turn" in name and name.endswith("/reward_mean"):
+            if name.startswith("eval/turn_") and name.endswith("/reward_mean"):
                 tqdm.write(f"  env_step {self.env_step}: {name} {value:.3f}")
         if not self.buffers[0] and (ended or self.env_step - self.logged_step >= args.logging_steps):  # after an update
             row |= {name: sum(values) / len(values) for name, values in self.metrics.items() if values}
@@ -808,7 +810,7 @@ class IACTrainer:
                 count = math.ceil(missing / (args.num_generations * args.num_turns))
                 items = [item, *islice(rows, min(count, args.rollout_batch_size or count) - 1)]
                 item = next(rows, None)  # looking ahead tells where the epoch ends
-                yield items, item is None  # until the next call `train` moves on epoch, row and buffers
+                yield items, item is None  # meanwhile `train` moves on epoch, row and buffers, which ends the loops
 
     def interrupt(self, *_: Any) -> None:
         """Break off a rollout, of which nothing is kept, but finish an update, unless asked a second time."""
@@ -866,7 +868,7 @@ class IACTrainer:
             self.save_model(os.path.join(self.output_dir, "model"))
             tqdm.write(f"The trained models are in {os.path.join(self.output_dir, 'model')}.")
         except BaseException:
-            if self.state["items_done"] and not self.updating:  # half an update is nothing to go on from
+            if self.state["items_done"] and not self.updating:  # the last snapshot and its weights; no half update
                 self.save_checkpoint(checkpoint)
             start = "its last checkpoint" if os.path.exists(os.path.join(checkpoint, "state.pt")) else "its beginning"
             tqdm.write(f"The run stopped; --resume {self.output_dir} goes on from {start}.")

@@ -653,7 +653,7 @@ class MAACTrainer:
         args, ended = self.args, self.epoch == self.args.num_train_epochs
         row = self.evaluate() if args.eval_interval and (ended or self.items_done % args.eval_interval == 0) else {}
         for name, value in row.items():
-            if "turn" in name and name.endswith("/reward_mean"):
+            if name.startswith("eval/turn_") and name.endswith("/reward_mean"):
                 tqdm.write(f"  env_step {self.env_step}: {name} {value:.3f}")
         if not self.buffers[0] and (ended or self.env_step - self.logged_step >= args.logging_steps):  # after an update
             row |= {name: sum(values) / len(values) for name, values in self.metrics.items() if values}
@@ -793,7 +793,7 @@ class MAACTrainer:
                 count = math.ceil(missing / (args.num_generations * args.num_turns))
                 items = [item, *islice(rows, min(count, args.rollout_batch_size or count) - 1)]
                 item = next(rows, None)  # looking ahead tells where the epoch ends
-                yield items, item is None  # until the next call `train` moves on epoch, row and buffers
+                yield items, item is None  # meanwhile `train` moves on epoch, row and buffers, which ends the loops
 
     def interrupt(self, *_: Any) -> None:
         """Break off a rollout, of which nothing is kept, but finish an update, unless asked a second time."""
@@ -851,7 +851,7 @@ class MAACTrainer:
             self.save_model(os.path.join(self.output_dir, "model"))
             tqdm.write(f"The trained models are in {os.path.join(self.output_dir, 'model')}.")
         except BaseException:
-            if self.state["items_done"] and not self.updating:  # half an update is nothing to go on from
+            if self.state["items_done"] and not self.updating:  # the last snapshot and its weights; no half update
                 self.save_checkpoint(checkpoint)
             start = "its last checkpoint" if os.path.exists(os.path.join(checkpoint, "state.pt")) else "its beginning"
             tqdm.write(f"The run stopped; --resume {self.output_dir} goes on from {start}.")
