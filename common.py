@@ -136,34 +136,39 @@ def find_file(source: Any, name: str) -> str | None:
 def check_vocabulary(name: str, model: nn.Module, source: Any, tokenizer: Any) -> None:
     """ValueError if a model cannot read a tokenizer's ids: too few embeddings, or it comes with another tokenizer."""
     rows, given = model.get_input_embeddings().weight.shape[0], tokenizer.name_or_path
-    if len(tokenizer) > rows:
-        raise ValueError(f"{name} embeds {rows} tokens, the tokenizer {given!r} has {len(tokenizer)}")
+    tokens = max(tokenizer.vocab_size, (tokenizer.eos_token_id or 0) + 1)  # `encode` looks for others that were added
+    if tokens > rows:
+        raise ValueError(f"{name} embeds {rows} tokens, the tokenizer {given!r} has {tokens}")
+    source = source if isinstance(source, str) else getattr(model, "name_or_path", None) or None
     if not find_file(source, "tokenizer_config.json") or source == given:
-        return  # a model in memory, a folder without a tokenizer (as `save_model` writes for critics), or its own
+        return  # made in memory, a folder without a tokenizer (as `save_model` writes for critics), or its own
     own, others = AutoTokenizer.from_pretrained(source).get_vocab().items(), tokenizer.get_vocab().items()
     if not (own <= others or others <= own):  # tokens added to one of them do no harm
         raise ValueError(f"{name} comes with the tokenizer {source!r}, but is to read the ids of {given!r}")
 
 
-def encode(tokenizer: Any, texts: Sequence[str], where: list[str], chat_template: bool = False) -> list[list[int]]:
-    """Token ids of prompts; if the tokenizer adds a begin token, exactly one, even if the chat template wrote it too.
+def encode(tokenizer: Any, texts: Sequence, where: list[str], embeddings: int, chat_template: bool = False) -> list:
+    """Token ids of prompts; what the tokenizer puts before a text stands there once, even if a template wrote it too.
 
-    The end token that some tokenizers append is left out: the model is to go on from here. No ids: ValueError.
+    An end token it appends is left out: the model is to go on from here. No ids, or one not embedded: ValueError.
     """
     if chat_template:
         chats, options = [[{"role": "user", "content": text}] for text in texts], {"add_generation_prompt": True}
         texts = [tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in chats]
-    rows, begin = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids, tokenizer.bos_token_id
-    adds_begin = begin is not None and tokenizer("a").input_ids[:1] == [begin]
-    rows = [[begin, *ids] if adds_begin and ids[:1] != [begin] else ids for ids in rows]
-    if [] in rows:
-        raise ValueError(f"{where[rows.index([])]}: there are no tokens in {texts[rows.index([])]!r}")
+    rows = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
+    bare, whole = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
+    begin = next((whole[:k] for k in range(len(whole)) if whole[k : k + len(bare)] == bare), [])
+    rows = [ids if ids[: len(begin)] == begin else begin + ids for ids in rows]
+    for place, text, ids in zip(where, texts, rows, strict=True):
+        if not ids or max(ids) >= embeddings:
+            raise ValueError(f"{place}: {text!r:.200} has ids that the model does not embed, or none: {ids!r:.200}")
     return rows
 
 
 def max_positions(model: nn.Module) -> int:
     """The number of positions a model was built for; if its config sets no limit, a number beyond any prompt's."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
+    config = model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 10**9
 
 
 def keep_end(ids: list[int], limit: int, tokenizer: Any) -> list[int]:

@@ -324,7 +324,7 @@ ALGORITHM = "iac"  # names the folders of runs, and tells one file's runs from t
 # Attributes that a checkpoint brings back: epoch, next row in it, items, joint answers and updates done, ...
 POSITION = ("epoch", "row", "items_done", "env_step", "updates", "logged_step", "truncated", "run_id")
 LOADING = ("model_kwargs", "critic_model_kwargs", "tokenizer_kwargs")  # the keys of model_config
-MAY_CHANGE = {"num_train_epochs", "checkpoint_interval"}  # between a run and its resumption
+MAY_CHANGE = {"num_train_epochs", "checkpoint_interval", "resume", "output_dir", "track"}  # on resumption
 
 
 def read_settings(run: str) -> dict[str, Any]:
@@ -419,7 +419,8 @@ class IACTrainer:
         for i, (tok, c) in enumerate(zip(self.tokenizers, self.critic_of, strict=True)):
             common.check_vocabulary(f"agents[{i}]", self.agents[i], sources[i], tok)
             common.check_vocabulary(f"critics[{c}]", backbones[c], critic_sources[c], tok)
-        self.last_ids = [x.get_input_embeddings().weight.shape[0] - 1 for x in backbones]  # the largest a critic knows
+        rows = [[x.get_input_embeddings().weight.shape[0] for x in models] for models in (self.agents, backbones)]
+        self.embeddings = [min(rows[0][i], rows[1][c]) for i, c in enumerate(self.critic_of)]  # ids that both know
         self.prompt_limits = [common.max_positions(agent) - args.max_new_tokens for agent in self.agents]
         if min(self.prompt_limits) < 1:
             raise ValueError(f"max_new_tokens={args.max_new_tokens} leaves a prompt no room in the models' positions")
@@ -502,7 +503,7 @@ class IACTrainer:
             limit = common.max_positions(self.critics[self.critic_of[i]].backbone)
             for s in own:
                 ids = s.prompt_ids + s.completion_ids if self.args.critic_type == "q" else s.prompt_ids
-                ids = [min(token, self.last_ids[self.critic_of[i]]) for token in ids]  # agents can draw unused ids
+                ids = [min(token, self.embeddings[i] - 1) for token in ids]  # agents can draw unused ids
                 s.critic_ids = common.keep_end(ids, limit, self.tokenizers[i])
             for batch in self.micro_batches(own):
                 hidden = None
@@ -527,7 +528,7 @@ class IACTrainer:
             prompts = [self.turn_prompts(items[e], turn, rollouts[e], where[e]) for e in active]  # [items][N]
             for i, agent_prompts in enumerate(zip(*prompts, strict=True)):
                 places = [f"{where[e]}, agent {i}" for e in active]
-                ids = common.encode(self.tokenizers[i], agent_prompts, places, args.chat_template)
+                ids = common.encode(self.tokenizers[i], agent_prompts, places, self.embeddings[i], args.chat_template)
                 for e, prompt, whole in zip(active, agent_prompts, ids, strict=True):
                     kept = common.keep_end(whole, self.prompt_limits[i], self.tokenizers[i])
                     self.truncated += int(train and len(kept) < len(whole))
@@ -640,9 +641,10 @@ class IACTrainer:
     def evaluate(self) -> dict[str, float]:
         """Mean metrics, named eval/..., of eval_num_samples items of eval_dataset with one joint answer each.
 
-        Answers are drawn with other generators, seeded by env_step: evaluating does not change what training draws.
+        Answers are drawn with other generators, seeded by env_step: evaluating changes nothing in training.
         """
         args, rollouts, metrics = self.args, [], defaultdict(list)
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # the user's functions may draw
         dataset = () if self.eval_dataset is None else self.eval_dataset
         items = list(islice(common.iterate(dataset), args.eval_num_samples))
         generators = self.new_generators(args.seed + 7919 * (self.env_step + 1))  # far from any run's own seed
@@ -655,6 +657,8 @@ class IACTrainer:
                 self.write("completions.jsonl", row | {"completion": s.completion, "reward": s.reward})
                 if number < 3:  # a few on the console
                     tqdm.write(f"  {s.prompt[-60:]!r} -> {s.completion[:60]!r}, reward {s.reward:.2f}")
+        for restore, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), states, strict=True):
+            restore(state)
         return {name: sum(values) / len(values) for name, values in metrics.items() if values}
 
     def write(self, name: str, row: dict[str, Any]) -> None:
@@ -685,7 +689,9 @@ class IACTrainer:
 
     def save_model(self, path: str) -> None:
         """Write agent_{i}/, an ordinary Hugging Face model and its tokenizer, and critic_{c}/ with the value head."""
-        new = f"{os.path.normpath(path)}.new"
+        new, old = (f"{os.path.abspath(path)}.{ending}" for ending in ("new", "old"))
+        if os.path.exists(path) and not all(re.fullmatch(r"(agent|critic)_\d+", name) for name in os.listdir(path)):
+            raise ValueError(f"{path} holds other things than saved models, which would be lost: name a new folder")
         shutil.rmtree(new, ignore_errors=True)
         for i, agent in enumerate(self.agents):
             agent.save_pretrained(f"{new}/agent_{i}")
@@ -695,8 +701,11 @@ class IACTrainer:
             if self.args.use_separate_critic:
                 critic.backbone.save_pretrained(home)
             save_file(critic.value_head.state_dict(), f"{home}/value_head.safetensors")
-        shutil.rmtree(path, ignore_errors=True)
-        os.rename(new, path)
+        shutil.rmtree(old, ignore_errors=True)
+        if os.path.exists(path):
+            os.rename(path, old)
+        os.rename(new, path)  # at any moment there are whole models
+        shutil.rmtree(old, ignore_errors=True)
 
     def snapshot(self) -> None:
         """Note all but the weights for a checkpoint, between two batches: a batch broken off leaves no trace."""
@@ -725,12 +734,12 @@ class IACTrainer:
     @property
     def settings(self) -> dict[str, Any]:
         """What must be the same when a run is resumed, but for MAY_CHANGE."""
-        return {"algorithm": ALGORITHM} | {f.name: getattr(self.args, f.name) for f in fields(IACConfig)}
+        return {"algorithm": ALGORITHM} | {f.name: getattr(self.args, f.name) for f in fields(self.args)}
 
     def refuse_other(self, settings: dict[str, Any], path: str) -> None:
         """ValueError unless the settings of the run in `path` are those of this trainer."""
         for name, own in self.settings.items():
-            other = settings.get(name, getattr(IACConfig, name, None))  # a field may be younger than the run
+            other = settings.get(name, getattr(type(self.args), name, None))  # a field may be younger than the run
             if name not in MAY_CHANGE and other != own:
                 raise ValueError(f"{path} is of a run with {name}={other!r}, here it is {own!r}")
 
@@ -754,8 +763,8 @@ class IACTrainer:
     def start_run(self, resume_from: str | None) -> None:
         """Make a new folder for the run, or take up a run in its own folder; start the W&B run."""
         args, stamp = self.args, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
-        if self.train_dataset is None:
-            raise ValueError("train_dataset is required to train")
+        if self.train_dataset is None or (self.running and isinstance(self.train_dataset, Iterator)):
+            raise ValueError("train_dataset is required to train, and one that can be read again to go on")
         if args.eval_interval and self.eval_dataset is None:
             tqdm.write("There is no eval_dataset: nothing is evaluated.")
         if hasattr(self.train_dataset, "__len__"):  # a bad row shows now, not after hours
@@ -779,7 +788,7 @@ class IACTrainer:
             self.state["sizes"] = {}  # those of the other folder's files
         for name in ("metrics.jsonl", "completions.jsonl"):  # drop what came after the checkpoint: it comes again
             with open(os.path.join(self.output_dir, name), "a") as file:
-                file.truncate(self.state["sizes"].get(name, 0))
+                file.truncate(min(self.state["sizes"].get(name, 0), file.tell()))
         config = os.path.join(self.output_dir, "config.json")
         with open(f"{config}.new", "w") as file:
             json.dump({"algorithm": ALGORITHM} | asdict(args), file, indent=2)
@@ -802,15 +811,15 @@ class IACTrainer:
         args = self.args
         while self.epoch < args.num_train_epochs:
             rows = common.iterate(self.train_dataset, self.row)
-            item = next(rows, None)
-            if item is None:
+            ahead = list(islice(rows, 1))  # looking ahead tells where the epoch ends
+            if not ahead:
                 raise ValueError(f"train_dataset has no rows in epoch {self.epoch + 1}")
-            while item is not None:
+            while ahead:
                 missing = args.rollout_buffer_size - len(self.buffers[0])
                 count = math.ceil(missing / (args.num_generations * args.num_turns))
-                items = [item, *islice(rows, min(count, args.rollout_batch_size or count) - 1)]
-                item = next(rows, None)  # looking ahead tells where the epoch ends
-                yield items, item is None  # meanwhile `train` moves on epoch, row and buffers, which ends the loops
+                items = ahead + list(islice(rows, min(count, args.rollout_batch_size or count) - 1))
+                ahead = list(islice(rows, 1))
+                yield items, not ahead  # meanwhile `train` moves on epoch, row and buffers, which ends the loops
 
     def interrupt(self, *_: Any) -> None:
         """Break off a rollout, of which nothing is kept, but finish an update, unless asked a second time."""
@@ -821,7 +830,7 @@ class IACTrainer:
     def train(self, resume_from: str | None = None) -> None:
         """Pass num_train_epochs times over train_dataset, or go on from `resume_from`: a run's folder or a checkpoint.
 
-        An error or Ctrl-C leaves a checkpoint of all that was completed.
+        Ctrl-C or an error leaves a checkpoint of all that was completed, an error in an update only an earlier one.
         """
         args = self.args
         self.start_run(resume_from)
@@ -868,7 +877,8 @@ class IACTrainer:
             self.save_model(os.path.join(self.output_dir, "model"))
             tqdm.write(f"The trained models are in {os.path.join(self.output_dir, 'model')}.")
         except BaseException:
-            if self.state["items_done"] and not self.updating:  # the last snapshot and its weights; no half update
+            whole, self.updating, self.stopping = not self.updating, True, False  # one more signal now has to wait
+            if self.state["items_done"] and whole:  # the last snapshot and its weights; no half update
                 self.save_checkpoint(checkpoint)
             start = "its last checkpoint" if os.path.exists(os.path.join(checkpoint, "state.pt")) else "its beginning"
             tqdm.write(f"The run stopped; --resume {self.output_dir} goes on from {start}.")
@@ -909,6 +919,7 @@ class Args(IACConfig):
 def main() -> None:
     """Train from the command line."""
     transformers.logging.disable_progress_bar()
+    sys.stdout.reconfigure(errors="backslashreplace")  # an answer may hold what the terminal cannot show
     flags = {flag.split("=")[0].replace("_", "-") for flag in sys.argv[1:]}  # tell which defaults --help is to show
     default = Args(**({} if flags & {"--agent-model", "--agents"} else DEMO))
     default.train_batch_size = None  # to be derived again, from the buffer size that the command line gives

@@ -430,7 +430,7 @@ def test_a10_an_end_token_is_not_taken_for_a_begin_token():
     single = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", tok.eos_token_id)])
     tok.backend_tokenizer.post_processor = single
     assert tok("name").input_ids[-1] == tok.eos_token_id
-    assert common.encode(tok, ["name"], [""]) == [tok("name").input_ids[:-1]]
+    assert common.encode(tok, ["name"], [""], len(tok)) == [tok("name").input_ids[:-1]]
 
 
 @pytest.mark.parametrize("critic_type", ["v", "q"])
