@@ -919,7 +919,8 @@ class Args(IACConfig):
 def main() -> None:
     """Train from the command line."""
     transformers.logging.disable_progress_bar()
-    sys.stdout.reconfigure(errors="backslashreplace")  # an answer may hold what the terminal cannot show
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may hold what the terminal cannot show
     flags = {flag.split("=")[0].replace("_", "-") for flag in sys.argv[1:]}  # tell which defaults --help is to show
     default = Args(**({} if flags & {"--agent-model", "--agents"} else DEMO))
     default.train_batch_size = None  # to be derived again, from the buffer size that the command line gives

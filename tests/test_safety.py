@@ -275,6 +275,14 @@ def test_what_the_terminal_cannot_show_does_not_stop_a_run(file, tmp_path, task,
     assert "name \\u2192 2" in screen.getvalue().decode("latin-1")
 
 
+@pytest.mark.parametrize("file", ["iac", "maac"])
+def test_a_notebook_whose_output_is_no_file_can_run_the_command(file, tmp_path, task, monkeypatch):
+    screen = io.StringIO()  # like a notebook's, it cannot be reconfigured
+    monkeypatch.setattr(sys, "stdout", screen)
+    command(monkeypatch, file, *short(tmp_path, task))
+    assert "The trained models are in" in screen.getvalue()
+
+
 @pytest.mark.parametrize("change", ["--agent-model", "--task", "--critic-model"])
 @pytest.mark.parametrize("file", ["iac", "maac"])
 def test_a_run_is_not_resumed_with_another_model_or_task(file, change, tmp_path, task, monkeypatch):
