@@ -106,6 +106,8 @@ def weights(trainer):
 def state(folder):
     """The checkpoint in a folder, but for what two equal runs do not share."""
     found = torch.load(Path(folder) / "checkpoint" / "state.pt", weights_only=True)
+    for name in ("output_dir", "resume", "track"):
+        found["settings"].pop(name, None)  # the command's, which a trainer's settings lack
     return {name: value for name, value in found.items() if name not in ("run_id", "sizes")}
 
 
