@@ -747,6 +747,8 @@ class IACTrainer:
         """Take up the state that `save_checkpoint` wrote."""
         state = torch.load(os.path.join(path, "state.pt"), map_location="cpu", weights_only=True)
         self.refuse_other(state["settings"], path)
+        if state["epoch"] > self.args.num_train_epochs:
+            raise ValueError(f"num_train_epochs={self.args.num_train_epochs}: {path} has done {state['epoch']} already")
         for name in POSITION:
             setattr(self, name, state[name])
         for x, saved in zip(self.stateful, state["weights"], strict=True):
@@ -934,6 +936,8 @@ def main() -> None:
     if args.task is None:
         task = number_task(args.num_agents, args.seed)
     else:
+        if not os.path.isfile(args.task):
+            raise ValueError(f"task={args.task!r} is no file here (resume a run in the folder where it began)")
         sys.path.insert(0, os.path.dirname(os.path.abspath(args.task)))  # a task may import its neighbours
         defined = runpy.run_path(args.task)
         keys = "train_dataset eval_dataset formatters reward_func reward_processor external_transition metrics_callback"
@@ -945,7 +949,7 @@ def main() -> None:
     try:
         trainer.train(args.resume)
     except KeyboardInterrupt:
-        sys.exit(130)  # 128 + SIGINT; `train` has said how to go on
+        sys.exit(130)  # 128 + SIGINT, for SIGTERM too; `train` has said how to go on
 
 
 if __name__ == "__main__":

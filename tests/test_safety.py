@@ -283,6 +283,20 @@ def test_a_notebook_whose_output_is_no_file_can_run_the_command(file, tmp_path, 
     assert "The trained models are in" in screen.getvalue()
 
 
+@pytest.mark.parametrize("file", ["iac", "maac"])
+def test_a_run_is_not_resumed_for_fewer_epochs_nor_where_its_task_is_not(file, tmp_path, task, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command(monkeypatch, file, *short(tmp_path, "task.py"), "--num-train-epochs", "2")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"num_train_epochs=1: .* has done 2 already"):
+        command(monkeypatch, file, "--resume", "run", "--num-train-epochs", "1")
+    os.mkdir("elsewhere")
+    monkeypatch.chdir("elsewhere")
+    with pytest.raises(ValueError, match=r"task='task.py' is no file here .*resume"):
+        command(monkeypatch, file, "--resume", str(tmp_path / "run"))
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("change", ["--agent-model", "--task", "--critic-model"])
 @pytest.mark.parametrize("file", ["iac", "maac"])
 def test_a_run_is_not_resumed_with_another_model_or_task(file, change, tmp_path, task, monkeypatch):

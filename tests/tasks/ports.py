@@ -12,7 +12,7 @@ formatters = [
 ]
 
 
-def reward_func(first, second, batch_items=None):
+def reward_func(first, second, *, batch_items):
     target = batch_items[0]["target"]
     return [-abs(len(b) / max(len(a), 1) - target) for a, b in zip(first, second, strict=True)]
 

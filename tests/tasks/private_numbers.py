@@ -5,7 +5,8 @@ the two numbers lie far apart, low where they are close, 0 on average. It hides 
 earned, unless the critic knows both numbers. MAAC's critic does, and subtracts the windfall; IAC's sees one prompt,
 from which it can hardly be guessed (14 per cent of its variance), so that it stays in the advantages as noise.
 
-The prompts are those that tests/tiny_lm knows ("sum to 7"), which it answers with any number from 0 to 7.
+The prompts are those that tests/tiny_lm knows ("sum to 7"), which it at first answers with any
+number from 0 to the one that it is shown.
 """
 
 import random

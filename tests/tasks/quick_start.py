@@ -1,6 +1,8 @@
 """A quick start as the users of comlrl know it; of it only the import line is another one here.
 
-The reward is how far the second answer is from three times the length of the first.
+The reward is how far the second answer is from three times the length of the first. It is a script, not a task file:
+
+    PYTHONPATH=. python tests/tasks/quick_start.py
 """
 
 from pathlib import Path
