@@ -133,18 +133,18 @@ def find_file(source: Any, name: str) -> str | None:
 # ----------------------------------------------------------------------------------------------------- tokenization
 
 
-def check_vocabulary(name: str, model: nn.Module, source: Any, tokenizer: Any) -> None:
-    """ValueError if a model cannot read a tokenizer's ids: too few embeddings, or it comes with another tokenizer."""
+def check_vocabulary(name: str, model: nn.Module, source: Any, tokenizer: Any) -> int:
+    """The number of ids a model embeds; ValueError if too few for a tokenizer, or if it comes with another one."""
     rows, given = model.get_input_embeddings().weight.shape[0], tokenizer.name_or_path
     tokens = max(tokenizer.vocab_size, (tokenizer.eos_token_id or 0) + 1)  # `encode` looks for others that were added
     if tokens > rows:
         raise ValueError(f"{name} embeds {rows} tokens, the tokenizer {given!r} has {tokens}")
     source = source if isinstance(source, str) else getattr(model, "name_or_path", None) or None
-    if not find_file(source, "tokenizer_config.json") or source == given:
-        return  # made in memory, a folder without a tokenizer (as `save_model` writes for critics), or its own
-    own, others = AutoTokenizer.from_pretrained(source).get_vocab().items(), tokenizer.get_vocab().items()
-    if not (own <= others or others <= own):  # tokens added to one of them do no harm
-        raise ValueError(f"{name} comes with the tokenizer {source!r}, but is to read the ids of {given!r}")
+    if find_file(source, "tokenizer_config.json") and source != given:  # critics' folders hold none, nor does memory
+        own, others = AutoTokenizer.from_pretrained(source).get_vocab().items(), tokenizer.get_vocab().items()
+        if not (own <= others or others <= own):  # tokens added to one of them do no harm
+            raise ValueError(f"{name} comes with the tokenizer {source!r}, but is to read the ids of {given!r}")
+    return rows
 
 
 def encode(tokenizer: Any, texts: Sequence, where: list[str], embeddings: int, chat_template: bool = False) -> list:

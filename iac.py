@@ -416,11 +416,11 @@ class IACTrainer:
         common.refuse_shared_weights(agents=self.agents, critics=backbones if separate else [])
         self.critics = [Critic(critic_sources[c], x, hidden_dim, args.seed + c) for c, x in enumerate(backbones)]
         self.tokenizers = common.resolve_tokenizers(tokenizer, agent_model, N, options.get("tokenizer_kwargs", {}))
+        self.embeddings = []  # for each agent, how many ids it and its critic both know
         for i, (tok, c) in enumerate(zip(self.tokenizers, self.critic_of, strict=True)):
-            common.check_vocabulary(f"agents[{i}]", self.agents[i], sources[i], tok)
-            common.check_vocabulary(f"critics[{c}]", backbones[c], critic_sources[c], tok)
-        rows = [[x.get_input_embeddings().weight.shape[0] for x in models] for models in (self.agents, backbones)]
-        self.embeddings = [min(rows[0][i], rows[1][c]) for i, c in enumerate(self.critic_of)]  # ids that both know
+            known = common.check_vocabulary(f"agents[{i}]", self.agents[i], sources[i], tok)
+            known_to_critic = common.check_vocabulary(f"critics[{c}]", backbones[c], critic_sources[c], tok)
+            self.embeddings.append(min(known, known_to_critic))
         self.prompt_limits = [common.max_positions(agent) - args.max_new_tokens for agent in self.agents]
         if min(self.prompt_limits) < 1:
             raise ValueError(f"max_new_tokens={args.max_new_tokens} leaves a prompt no room in the models' positions")

@@ -411,10 +411,9 @@ class MAACTrainer:
         common.refuse_shared_weights(agents=self.agents, critics=backbones)
         self.critics = [Critic(critic_sources[0], backbones[0], hidden_dim, args.seed)]
         self.tokenizers = common.resolve_tokenizers(tokenizer, agent_model, N, options.get("tokenizer_kwargs", {}))
-        for i, tok in enumerate(self.tokenizers):
-            common.check_vocabulary(f"agents[{i}]", self.agents[i], sources[i], tok)
-        common.check_vocabulary("critics[0]", backbones[0], critic_sources[0], self.tokenizers[0])
-        self.embeddings = [x.get_input_embeddings().weight.shape[0] for x in (*self.agents, *backbones)]  # known ids
+        embeds, tok = common.check_vocabulary, self.tokenizers  # how many ids each agent knows, and then the critic:
+        self.embeddings = [embeds(f"agents[{i}]", self.agents[i], sources[i], tok[i]) for i in range(N)]
+        self.embeddings.append(embeds("critics[0]", backbones[0], critic_sources[0], tok[0]))
         self.prompt_limits = [common.max_positions(agent) - args.max_new_tokens for agent in self.agents]
         if min(self.prompt_limits) < 1:
             raise ValueError(f"max_new_tokens={args.max_new_tokens} leaves a prompt no room in the models' positions")

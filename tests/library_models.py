@@ -103,6 +103,11 @@ def metrics(trainer) -> list[dict]:
     return [json.loads(line) for line in (Path(trainer.output_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
+def weights(trainer) -> torch.Tensor:
+    """All entries of the parameters of all agents and critics, as a copy."""
+    return torch.cat([p.detach().flatten() for m in [*trainer.agents, *trainer.critics] for p in m.parameters()])
+
+
 def collected(trainer) -> list:
     """The list that every sample of training (not of evaluation) is put in, in order of collection."""
     samples, collect = [], trainer.collect

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from library_models import MODULES, ROWS, VARIANTS, build, collected, folder, metrics, model, rig, tokenizer
+from library_models import MODULES, ROWS, VARIANTS, build, collected, folder, metrics, model, rig, tokenizer, weights
 from tokenizers import processors
 from torch import nn
 
@@ -97,10 +97,6 @@ def test_every_fault_has_tests_that_exist():
     own = [node.name for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.FunctionDef)]
     listed = {name.split("::")[1] for names in FAULTS.values() for name in names}
     assert {name for name in own if name.startswith("test_a")} - listed == set()
-
-
-def weights(trainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for m in [*trainer.agents, *trainer.critics] for p in m.parameters()])
 
 
 def answer_with(monkeypatch, ids: list[list[int]]) -> None:

@@ -12,17 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from library_models import MODULES, ROWS, TEXT, VARIANTS, build, collected, folder, metrics, tokenizer
+from library_models import MODULES, ROWS, TEXT, VARIANTS, build, collected, folder, metrics, tokenizer, weights
 from tokenizers import processors
 from transformers import AddedToken, AutoModelForCausalLM, MptConfig, MptForCausalLM, PreTrainedTokenizerFast
 
 import common
-
-
-def weights(trainer):
-    """All entries of all models' parameters."""
-    return torch.cat([p.detach().flatten() for x in [*trainer.agents, *trainer.critics] for p in x.parameters()])
-
 
 # ----------------------------------------------------------------------------------------------------- saved models
 

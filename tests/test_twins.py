@@ -61,7 +61,7 @@ def test_functions_of_the_same_name_stand_in_the_same_order():
     assert moved != one and out_of_order(moved, other)  # the check does see a function that has moved
 
 
-@pytest.mark.parametrize(("name", "most"), [("iac.py", 956), ("maac.py", 939), ("common.py", 274)])
+@pytest.mark.parametrize(("name", "most"), [("iac.py", 956), ("maac.py", 938), ("common.py", 274)])
 def test_files_are_short(name, most):
     assert len(source(name).splitlines()) <= most
 
