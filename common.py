@@ -1,19 +1,20 @@
-"""What iac.py and maac.py share: loading, tokenization, generation and the scoring of tokens. No algorithm lives here.
+"""What iac.py and maac.py share: loading, tokenization, generation and the scoring of tokens.
 
-Letters in shape comments: B samples, P prompt tokens, K completion tokens, L = P + K, V vocabulary entries, D hidden
-width. Token ids travel as plain lists and are padded only where a model is called, prompts left and completions right:
+No algorithm lives here. Letters in shape comments: N agents, B samples, P prompt tokens, K
+completion tokens, L = P + K, V vocabulary entries, D hidden width. Token ids travel as plain lists
+and are padded only where a model is called, prompts left and completions right:
 
     row 0   . . 4 5 6 | 7 8 2         prompt 4 5 6, completion 7 8 2 (2 stopped it)
     row 1   1 2 3 4 5 | 9 . .         prompt 1 2 3 4 5, completion 9 (the length limit stopped it)
 
-so the first generated token of every row is in column P. Masks and positions come from these lengths, never from
-comparing ids with a pad id: what the pads hold means nothing.
+so the first generated token of every row is in column P. Masks and positions come from these
+lengths, never from comparing ids with a pad id: what the pads hold means nothing.
 """
 
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NamedTuple
@@ -21,14 +22,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.utils import cached_file
 
-# ---------------------------------------------------------------------------------------------------------- loading
+# ---------------------------------------------------------------------------------- data, functions
 
 
 def iterate(dataset: Any, start: int = 0) -> Iterator[Any]:
-    """The items of a dataset from row `start` on; one that has no length is read from its beginning, up to there."""
+    """The items of a dataset from row `start` on; one without a length is read up to there."""
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return (dataset[row] for row in range(start, len(dataset)))
     return islice(iter(dataset), start, None)
@@ -42,233 +48,404 @@ def parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def resolve_sources(given: dict[str, Any], one: str, many: str, count: int) -> list[Any]:
-    """`count` sources (folder, hub name or model): given[one] for all of them, or those of the list given[many]."""
-    if (given[one] is None) == (given[many] is None):
-        raise ValueError(f"give either {one} or {many}")
-    if isinstance(given[one], nn.Module) and count > 1:
-        raise ValueError(f"{one} is one model, {count} are needed: give a name, or {count} models as {many}")
-    name, sources = (many, given[many]) if given[one] is None else (one, [given[one]] * count)
-    if not isinstance(sources, list | tuple) or len(sources) != count:
-        raise ValueError(f"{name} must be a list of {count}, got {sources!r:.200}")
-    for index, source in enumerate(sources):
+# ------------------------------------------------------------------------------------------ loading
+
+
+LOADING = ("model_kwargs", "critic_model_kwargs", "tokenizer_kwargs", "chat_template_kwargs")
+FOR_ALL = ("dtype", "torch_dtype", "attn_implementation")
+WIDTHS = ("critic_value_head_hidden_dim", "value_head_hidden_dim")
+
+
+def read_model_config(model_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Everything that a user may set about loading, with what is left out; ValueError otherwise.
+
+    model_kwargs and critic_model_kwargs go to from_pretrained of agents and critics, and so do
+    dtype and attn_implementation beside them; tokenizer_kwargs to that of tokenizers, which
+    special_tokens are added to; chat_template_kwargs to every rendering. The rest are widths of
+    value heads.
+    """
+    given = {} if model_config is None else model_config
+    known = (*LOADING, *FOR_ALL, *WIDTHS, "special_tokens")
+    if not isinstance(given, Mapping) or set(given) - set(known):
+        raise ValueError(f"model_config must be a dict with keys among {known}, got {given!r:.300}")
+    options: dict[str, Any] = {}
+    for name in (*LOADING, "special_tokens"):
+        options[name] = dict(given.get(name) or {})
+    for name in FOR_ALL:
+        if given.get(name) is not None:
+            for kwargs in (options["model_kwargs"], options["critic_model_kwargs"]):
+                kwargs.setdefault(name, given[name])
+    for name in WIDTHS:
+        options[name] = width = given.get(name)
+        if width is not None and (type(width) is not int or width < 1):
+            raise ValueError(f"model_config: {name}={width!r} must be a width or None")
+    return options
+
+
+def resolve_sources(given: dict[str, Any], count: int, setting: str) -> list:
+    """`count` model sources (folder, hub name or model), of `given`: one for all, or a list.
+
+    Both may be given if they agree. ValueError names what does not fit, and the setting that would.
+    """
+    (one, single), (many, several) = given.items()
+    if single is None and several is None:
+        raise ValueError(f"give {one} or {many}")
+    if several is None:
+        if isinstance(single, nn.Module) and count > 1:
+            raise ValueError(f"{one} is one model, but {count} are needed: give a list as {many}")
+        several = [single] * count
+    if not isinstance(several, list | tuple):
+        raise ValueError(f"{many} must be a list, got {several!r:.200}")
+    if single is not None and any(source != single for source in several):
+        raise ValueError(
+            f"{one}={single!r:.200} and {many}={several!r:.200} disagree: give one of them"
+        )
+    if len(several) != count:
+        raise ValueError(f"{many} lists {len(several)} models, {count} are needed ({setting})")
+    for index, source in enumerate(several):
         if not isinstance(source, str) and not hasattr(source, "base_model"):
-            raise ValueError(f"{name}[{index}] must be a folder, a hub name or a language model, got {source!r:.200}")
-    return list(sources)
+            wanted = "a folder, a hub name or a language model"
+            raise ValueError(f"{many}[{index}] must be {wanted}, got {source!r:.200}")
+    return list(several)
 
 
-def resolve_tokenizers(tokenizer: Any, agent_model: Any, count: int, options: dict[str, Any]) -> list[Any]:
-    """One tokenizer per agent: the one given for all, a list with one for each, or the one in agent_model's folder."""
-    if tokenizer is None and isinstance(agent_model, str):
-        tokenizer = AutoTokenizer.from_pretrained(agent_model, **options)
-    tokenizers = list(tokenizer) if isinstance(tokenizer, list | tuple) else [tokenizer] * count
-    if len(tokenizers) != count or not all(hasattr(x, "decode") for x in tokenizers):
-        raise ValueError(f"tokenizer, unless agent_model is a name, must be one or {count}; got {tokenizer!r:.99}")
+def resolve_tokenizers(tokenizer: Any, sources: list, options: dict[str, Any]) -> list:
+    """One tokenizer per agent: one for all, a list of them, or each from its agent's folder."""
+    if tokenizer is None:
+        if not all(isinstance(source, str) for source in sources):
+            raise ValueError("tokenizer is required with a model that is in memory")
+        kwargs = options["tokenizer_kwargs"]
+        tokenizer = [AutoTokenizer.from_pretrained(source, **kwargs) for source in sources]
+    tokenizers = list(tokenizer) if isinstance(tokenizer, list | tuple) else [tokenizer]
+    if len(tokenizers) == 1:
+        tokenizers *= len(sources)
+    if len(tokenizers) != len(sources):
+        raise ValueError(f"tokenizer lists {len(tokenizers)}, but num_agents={len(sources)}")
+    if not all(hasattr(tok, "decode") for tok in tokenizers):
+        raise ValueError(f"tokenizer must be a tokenizer or a list of them, got {tokenizer!r:.200}")
+    if options["special_tokens"]:
+        for tok in tokenizers:
+            tok.add_special_tokens(options["special_tokens"])
     return tokenizers
 
 
-def place(parallel_training: str, groups: list[tuple[str, list[str] | None, int]]) -> list[list[torch.device]]:
-    """For each group of models, given as (name, device names, count), `count` devices.
-
-    "mp": those named for the group, else the first group's. "none": one for all: the one named, or cuda, or the cpu.
-    """
-    named = sorted({device for _, devices, _ in groups for device in devices or ()})
-    if parallel_training == "none" and len(named) > 1:
-        raise ValueError(f"agent_devices, ...: parallel_training='none' is for one device, got {named}")
-    places: list[list[torch.device]] = []
-    for name, devices, count in groups:
-        if devices and len(devices) not in (1, count):
-            raise ValueError(f"{name} has {len(devices)} entries, expected 1 or {count}")
-        if parallel_training == "none":
-            devices = named or ["cuda" if torch.cuda.is_available() else "cpu"]
-        try:
-            found = [torch.device(x) for x in devices or () if torch.empty(0, device=x) is not None] or places[0]
-        except (RuntimeError, AssertionError) as error:  # torch.empty is there to fail if there is no such device
-            raise ValueError(f"{name}={devices}: {error}") from error
-        places.append(found if len(found) == count else found * count)
-    return places
+def find_devices(name: str, devices: list[str] | None, count: int) -> list[torch.device]:
+    """`count` devices: those named, one for all or one each; by default cuda, else the cpu."""
+    if devices and len(devices) not in (1, count):
+        raise ValueError(f"{name}={devices} has {len(devices)} entries, expected 1 or {count}")
+    devices = devices or ["cuda" if torch.cuda.is_available() else "cpu"]
+    try:
+        found = [torch.empty(0, device=device).device for device in devices]
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"{name}={devices}: {error}") from error
+    return found if len(found) == count else found * count
 
 
 def load(kind: str, sources: list, devices: list, options: dict[str, Any]) -> list[nn.Module]:
-    """The models on their devices, in eval mode; "critics" without their head. `options` go to from_pretrained.
+    """The models on their devices, in eval mode; critics without their language-model head.
 
-    Parameters are float32, whatever type a checkpoint is stored in: AdamW steps of the size used in RL vanish in
-    bfloat16 weights. Weights that a checkpoint lacks are an error, never silently random.
+    `options` go to from_pretrained. Parameters are float32, whatever type they are stored in: AdamW
+    steps of the size used in RL vanish in bfloat16 weights.
     """
-    models, logger = [], logging.getLogger("transformers.modeling_utils")
-    for index, (model, device) in enumerate(zip(sources, devices, strict=False)):  # sources may be []
-        name, auto_class = f"{kind}[{index}]", AutoModel if kind == "critics" else AutoModelForCausalLM
-        if isinstance(model, str):
-            logger.disabled = True  # it would report that a critic has no use for lm_head
-            try:
-                loading = {"dtype": torch.float32, "output_loading_info": True} | options
-                model, info = auto_class.from_pretrained(model, **loading)
-            except (OSError, ValueError) as error:
-                raise ValueError(f"{name}={model!r} could not be loaded: {error}") from error
-            finally:
-                logger.disabled = False
-            if lacking := [*info["missing_keys"], *info["mismatched_keys"]]:
-                raise ValueError(f"{name}={model.name_or_path!r} lacks weights: {lacking}")
-        model = model.base_model if kind == "critics" else model
-        if types := {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}:
-            warnings.warn(f"{name} holds weights of type {types}: they are trained in float32", stacklevel=2)
+    models = []
+    for index, (source, device) in enumerate(zip(sources, devices, strict=True)):
+        name = f"{kind}[{index}]"
+        model = source
+        if isinstance(source, str):
+            auto_class = AutoModel if kind == "critics" else AutoModelForCausalLM
+            model = load_pretrained(name, source, auto_class, options)
+        if kind == "critics":
+            model = model.base_model
+        types = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if types - {torch.float32}:
+            warnings.warn(
+                f"{name} holds weights of {types}: they are trained in float32", stacklevel=2
+            )
         models.append(model.float().to(device).eval())
     return models
+
+
+def load_pretrained(name: str, source: str, auto_class: Any, options: dict[str, Any]) -> nn.Module:
+    """A model from a folder or the hub; ValueError if weights are missing there."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    options = {"dtype": torch.float32, "output_loading_info": True} | options
+    logger.disabled = True  # it would report that a critic has no use for lm_head
+    try:
+        model, info = auto_class.from_pretrained(source, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name}={source!r} could not be loaded: {error}") from error
+    finally:
+        logger.disabled = False
+    if lacking := [*info["missing_keys"], *info["mismatched_keys"]]:
+        raise ValueError(f"{name}={source!r} lacks weights: {lacking}")
+    return model
 
 
 def refuse_shared_weights(**groups: list[nn.Module]) -> None:
     """ValueError if two of the models share a parameter: two optimisers would both step it."""
     owners: dict[int, str] = {}
-    for name, parameter in [(f"{g}[{i}]", p) for g in groups for i, x in enumerate(groups[g]) for p in x.parameters()]:
-        if owners.setdefault(id(parameter), name) != name:
-            raise ValueError(f"{owners[id(parameter)]} and {name} are the same model: load it twice")
+    for group, models in groups.items():
+        for index, model in enumerate(models):
+            name = f"{group}[{index}]"
+            for parameter in model.parameters():
+                owner = owners.setdefault(id(parameter), name)
+                if owner != name:
+                    raise ValueError(f"{owner} and {name} are the same model: load it twice")
 
 
 def find_file(source: Any, name: str) -> str | None:
-    """The path of a file in a folder or hub name; None if it is not there, or if the source is a model in memory."""
-    lenient = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    return cached_file(source, name, **lenient) if isinstance(source, str) else None
+    """The path of a file in a folder or hub name; None if it is not there."""
+    if not isinstance(source, str):
+        return None
+    return cached_file(
+        source,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
 
 
-# ----------------------------------------------------------------------------------------------------- tokenization
+# ------------------------------------------------------------------------------------- tokenization
 
 
-def check_vocabulary(name: str, model: nn.Module, source: Any, tokenizer: Any) -> int:
-    """The number of ids a model embeds; ValueError if too few for a tokenizer, or if it comes with another one."""
-    rows, given = model.get_input_embeddings().weight.shape[0], tokenizer.name_or_path
-    tokens = max(tokenizer.vocab_size, (tokenizer.eos_token_id or 0) + 1)  # `encode` looks for others that were added
+def vocabulary(model: nn.Module) -> int:
+    """The number of ids a model embeds."""
+    return model.get_input_embeddings().weight.shape[0]
+
+
+def check_vocabulary(name: str, model: nn.Module, source: Any, tokenizer: Any) -> None:
+    """ValueError if a model embeds too few ids for a tokenizer, or comes with another one."""
+    rows = vocabulary(model)
+    given = tokenizer.name_or_path
+    # Tokens that were added without an embedding do no harm until a text holds one: `encode` looks.
+    tokens = max(tokenizer.vocab_size, (tokenizer.eos_token_id or 0) + 1)
     if tokens > rows:
         raise ValueError(f"{name} embeds {rows} tokens, the tokenizer {given!r} has {tokens}")
-    source = source if isinstance(source, str) else getattr(model, "name_or_path", None) or None
-    if find_file(source, "tokenizer_config.json") and source != given:  # critics' folders hold none, nor does memory
-        own, others = AutoTokenizer.from_pretrained(source).get_vocab().items(), tokenizer.get_vocab().items()
-        if not (own <= others or others <= own):  # tokens added to one of them do no harm
-            raise ValueError(f"{name} comes with the tokenizer {source!r}, but is to read the ids of {given!r}")
-    return rows
+    home = source if isinstance(source, str) else getattr(model, "name_or_path", None) or None
+    if home != given and find_file(home, "tokenizer_config.json"):
+        own = AutoTokenizer.from_pretrained(home).get_vocab().items()
+        others = tokenizer.get_vocab().items()
+        if not (own <= others or others <= own):
+            raise ValueError(
+                f"{name} comes with the tokenizer {home!r}, but is to read ids of {given!r}"
+            )
 
 
-def encode(tokenizer: Any, texts: Sequence, where: list[str], embeddings: int, chat_template: bool = False) -> list:
-    """Token ids of prompts; what the tokenizer puts before a text stands there once, even if a template wrote it too.
+def render(tokenizer: Any, chat: str | list[dict], options: dict[str, Any]) -> str:
+    """A chat, a list of {role, content}, as the text that a model goes on from; a text as it is."""
+    if isinstance(chat, str):
+        return chat
+    return tokenizer.apply_chat_template(
+        chat, tokenize=False, add_generation_prompt=True, **options
+    )
 
-    An end token it appends is left out: the model is to go on from here. No ids, or one not embedded: ValueError.
-    """
-    if chat_template:
-        chats, options = [[{"role": "user", "content": text}] for text in texts], {"add_generation_prompt": True}
-        texts = [tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in chats]
-    rows = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
-    bare, whole = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
-    begin = next((whole[:k] for k in range(len(whole)) if whole[k : k + len(bare)] == bare), [])
+
+def encode(tokenizer: Any, texts: list[str], places: list[str], known: int) -> list[list[int]]:
+    """Token ids of prompts. What the tokenizer puts before a text stands there once, even if a chat
+    template wrote it too; an end token it appends is left out: the model is to go on from here.
+
+    ValueError, naming the place, where there are no ids or one that is not below `known`.
+    """  # noqa: D205
+    rows = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+    begin = begin_ids(tokenizer)
     rows = [ids if ids[: len(begin)] == begin else begin + ids for ids in rows]
-    for place, text, ids in zip(where, texts, rows, strict=True):
-        if not ids or max(ids) >= embeddings:
-            raise ValueError(f"{place}: {text!r:.200} has ids that the model does not embed, or none: {ids!r:.200}")
+    for place, text, ids in zip(places, texts, rows, strict=True):
+        if not ids or max(ids) >= known:
+            problem = "has no ids" if not ids else "has ids that the model does not embed"
+            raise ValueError(f"{place}: {text!r:.200} {problem}: {ids!r:.200}")
     return rows
+
+
+def begin_ids(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a text."""
+    bare = tokenizer("a", add_special_tokens=False).input_ids
+    whole = tokenizer("a").input_ids
+    for k in range(len(whole)):
+        if whole[k : k + len(bare)] == bare:
+            return whole[:k]
+    return []
 
 
 def max_positions(model: nn.Module) -> int:
-    """The number of positions a model was built for; if its config sets no limit, a number beyond any prompt's."""
+    """The number of positions a model was built for; a huge one if its config sets no limit."""
     config = model.config.get_text_config()
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 10**9
+    for name in ("max_position_embeddings", "max_seq_len"):
+        if getattr(config, name, None):
+            return getattr(config, name)
+    return 10**9
 
 
 def keep_end(ids: list[int], limit: int, tokenizer: Any) -> list[int]:
     """The last `limit` ids, a begin token at the front being kept; warns when it cuts."""
     if len(ids) <= limit:
         return ids
-    warnings.warn("a text is longer than its model has positions for: its end is kept", stacklevel=2)
-    return [ids[0], *ids[1 - limit :]] if ids[0] == tokenizer.bos_token_id and limit > 1 else ids[-limit:]
+    warnings.warn(
+        "a text is longer than its model has positions for: its end is kept", stacklevel=2
+    )
+    if ids[0] == tokenizer.bos_token_id and limit > 1:
+        return [ids[0], *ids[1 - limit :]]
+    return ids[-limit:]
 
 
 def stop_ids(model: nn.Module, tokenizer: Any) -> set[int]:
-    """Every token that ends a completion: those of the model's generation config and the tokenizer's end token."""
+    """Every token that ends a completion: the generation config's and the tokenizer's end token."""
     ids = model.generation_config.eos_token_id
-    return {t for t in [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id] if t is not None}
+    ids = ids if isinstance(ids, list) else [ids]
+    return {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
 
 
-def pad(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], device: torch.device) -> dict:
-    """Model inputs [B, L] in the layout of the module docstring: input_ids, attention_mask, position_ids."""
+def pad(prompts: list, completions: list, device: torch.device) -> dict[str, Tensor]:
+    """Model inputs [B, L], laid out as above: input_ids, attention_mask, position_ids."""
     P, K = max(map(len, prompts)), max(map(len, completions))
-    rows = list(zip(prompts, completions, strict=True))
-    ids = [[0] * (P - len(p)) + [*p, *c] + [0] * (K - len(c)) for p, c in rows]
-    mask = [[0] * (P - len(p)) + [1] * (len(p) + len(c)) + [0] * (K - len(c)) for p, c in rows]
+    ids, mask = [], []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        left, right = P - len(prompt), K - len(completion)
+        ids.append([0] * left + prompt + completion + [0] * right)
+        mask.append([0] * left + [1] * (len(prompt) + len(completion)) + [0] * right)
     ids, mask = torch.tensor([ids, mask], device=device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # 0 for the first real token, however many pads stand before it
+    positions = (mask.cumsum(-1) - 1).clamp(
+        min=0
+    )  # 0 for the first real token, whatever the padding
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
 
 
-# ------------------------------------------------------------------------------------------- generation and scoring
+# --------------------------------------------------------------------------- generation and scoring
+
+
+class Sampling(NamedTuple):
+    """How completions are drawn."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float  # 1 = off
+    top_k: int | None
+    dtype: str  # of the arithmetic: "float32" or "bfloat16"
+
+
+def autocast(model: nn.Module, dtype: str) -> torch.autocast:
+    """Arithmetic in bfloat16 around float32 weights, if that is the dtype."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompts: list, stops: set[int], generator: torch.Generator, sampling: tuple) -> list:
-    """Sample a completion of every prompt in one batch: its ids, up to and including the first stop id.
+def generate(
+    model: nn.Module,
+    prompts: list[list[int]],
+    stops: set[int],
+    generator: torch.Generator,
+    sampling: Sampling,
+) -> list[list[int]]:
+    """Sample a completion of every prompt: its ids, up to and including the first stop id.
 
-    `sampling` is (max_new_tokens, temperature, top_p, top_k, dtype). Nothing else shapes the distribution: defaults
-    that come with a checkpoint (top-k 50, a repetition penalty, ...) are set aside, as scoring knows none of them.
+    Nothing but `sampling` shapes the distribution: defaults that come with a checkpoint (top-k 50,
+    a repetition penalty, ...) are set aside, as scoring knows none of them.
     """
-    max_new_tokens, temperature, top_p, top_k, dtype = sampling
-    inputs = pad(prompts, [()] * len(prompts), model.device)
+    warpers = LogitsProcessorList()
+    if sampling.temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k is not None:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+
+    def add_gumbel_noise(_: Tensor, logits: Tensor) -> Tensor:
+        noise = torch.empty_like(logits).exponential_(generator=generator)
+        return logits - noise.clamp_(1e-30).log_()
+
+    # argmax(logits - log e), e ~ Exp(1), is a draw from softmax(logits). With a generator of our
+    # own the global one is left alone, and agents that generate at once do not disturb each other.
+    warpers.append(add_gumbel_noise)
+    inputs = pad(prompts, [[]] * len(prompts), model.device)
     inputs.pop("position_ids")  # `model.generate` makes them itself, from the mask
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)] if temperature != 1.0 else [])
-    warpers += [TopKLogitsWarper(top_k)] if top_k is not None else []
-    warpers += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
-    # Sampling with a generator of our own, by the Gumbel trick: argmax(logits - log e), e ~ Exp(1), is a draw from
-    # softmax(logits). The global random state is left alone; agents that generate at once do not disturb each other.
-    warpers += [lambda _, z: z - torch.empty_like(z).exponential_(generator=generator).clamp_(1e-30).log_()]
-    settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 0}
     shipped, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-            ids = model.generate(**inputs, **settings, eos_token_id=sorted(stops) or None, logits_processor=warpers)
+        with autocast(model, sampling.dtype):
+            ids = model.generate(
+                **inputs,
+                max_new_tokens=sampling.max_new_tokens,
+                do_sample=False,  # the noise is the sampling
+                pad_token_id=0,
+                eos_token_id=sorted(stops) or None,
+                logits_processor=warpers,
+            )
     finally:
         model.generation_config = shipped
-    rows = ids[:, inputs["input_ids"].shape[1] :].tolist()  # [B, K], padded after the stop id
-    ends = [next((k + 1 for k, token in enumerate(row) if token in stops), len(row)) for row in rows]
-    return [row[:end] for row, end in zip(rows, ends, strict=True)]
+    P = inputs["input_ids"].shape[1]
+    return [cut_after_stop(row, stops) for row in ids[:, P:].tolist()]
 
 
-def generate_all(models: list, prompts: list, stops: list, generators: list, devices: list, sampling: tuple) -> list:
-    """`generate` for all agents, at the same time unless they share one device: completions [N][B]."""
-    work = [(*each, sampling) for each in zip(models, prompts, stops, generators, strict=True)]
-    if len(set(devices)) == 1:
-        return [generate(*each) for each in work]
-    with ThreadPoolExecutor(len(work)) as pool:
-        return list(pool.map(lambda each: generate(*each), work))
+def cut_after_stop(row: list[int], stops: set[int]) -> list[int]:
+    """A generated row up to and including its first stop id; what follows is padding."""
+    for k, token in enumerate(row):
+        if token in stops:
+            return row[: k + 1]
+    return row
+
+
+def generate_all(
+    models: list[nn.Module],
+    prompts: list[list[list[int]]],
+    stops: list[set[int]],
+    generators: list[torch.Generator],
+    sampling: Sampling,
+) -> list[list[list[int]]]:
+    """`generate` for all agents, side by side if on different devices: completions [N][B]."""
+    jobs = list(zip(models, prompts, stops, generators, strict=True))
+    workers = len(models) if len({model.device for model in models}) > 1 else 1
+    if workers == 1:
+        return [generate(*job, sampling) for job in jobs]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda job: generate(*job, sampling), jobs))
 
 
 def call_model(model: nn.Module, dtype: str, **inputs: Any) -> Any:
-    """Run a model on those of the inputs that its forward takes (some know no position_ids or logits_to_keep)."""
+    """Run a model on those inputs that its forward takes (some know no position_ids, ...)."""
     known = parameters(model.forward)
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        return model(use_cache=False, **{name: value for name, value in inputs.items() if takes_all or name in known})
+    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        inputs = {name: value for name, value in inputs.items() if name in known}
+    with autocast(model, dtype):
+        return model(use_cache=False, **inputs)
 
 
 def last_hidden(backbone: nn.Module, sequences: list[list[int]], dtype: str) -> Tensor:
-    """Hidden states [B, D] at the last token of each sequence; equal sequences go through the model once."""
+    """Hidden states [B, D] at the last token of each sequence; equal sequences are read once."""
     first: dict[tuple[int, ...], int] = {}
-    index = [first.setdefault(tuple(sequence), len(first)) for sequence in sequences]  # [a, b, a] -> [0, 1, 0]
-    output = call_model(backbone, dtype, **pad(list(first), [()] * len(first), backbone.device))
-    return output.last_hidden_state[:, -1][index]
+    index = [
+        first.setdefault(tuple(sequence), len(first)) for sequence in sequences
+    ]  # a b a -> 0 1 0
+    distinct = [list(sequence) for sequence in first]
+    inputs = pad(distinct, [[]] * len(distinct), backbone.device)
+    return call_model(backbone, dtype, **inputs).last_hidden_state[:, -1][index]
 
 
-class Scores(NamedTuple):
-    """What one forward pass tells about B completions."""
-
-    logprobs: Tensor  # [B, K] log softmax(z_k / temperature)[a_k] of generated tokens, 0 beyond the end
-    mask: Tensor  # [B, K] True on generated tokens, the stop token among them
-    hidden: Tensor | None  # [B, K + 1, D] last hidden states of the last prompt token and the generated ones, if wanted
+def completion_logits(
+    model: nn.Module,
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    temperature: float,
+    dtype: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits / temperature [B, K, V] of the generated tokens, their ids [B, K] and mask [B, K]."""
+    inputs = pad(prompts, completions, model.device)
+    K = max(map(len, completions))
+    logits = call_model(model, dtype, **inputs, logits_to_keep=K + 1).logits
+    logits = logits[:, -(K + 1) : -1].float()  # column k predicts generated token k
+    if temperature != 1.0:
+        logits = logits / temperature
+    return logits, inputs["input_ids"][:, -K:], inputs["attention_mask"][:, -K:].bool()
 
 
 def score(
-    model: nn.Module, prompts: list, completions: list, temperature: float, dtype: str, return_hidden: bool = False
-) -> Scores:
-    """Score every generated token under the full softmax (top_p and top_k are ignored); no logits for prompts."""
-    inputs, K = pad(prompts, completions, model.device), max(map(len, completions))
-    output = call_model(model, dtype, **inputs, logits_to_keep=K + 1, output_hidden_states=return_hidden)
-    logits = output.logits[:, -(K + 1) : -1].float()  # [B, K, V]: column k predicts generated token k
-    logits = logits if temperature == 1.0 else logits / temperature  # / 1.0 would copy [B, K, V]
-    mask = inputs["attention_mask"][:, -K:].bool()
-    chosen = logits.gather(-1, inputs["input_ids"][:, -K:, None]).squeeze(-1)
-    logprobs = (chosen - logits.logsumexp(-1)).masked_fill(~mask, 0.0)
-    return Scores(logprobs, mask, output.hidden_states[-1][:, -(K + 1) :] if return_hidden else None)
+    model: nn.Module,
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    temperature: float,
+    dtype: str,
+) -> Tensor:
+    """Log softmax(logits / temperature) of the generated tokens, [B, K], 0 at padding.
+
+    Under the full softmax: top_p and top_k are ignored.
+    """
+    logits, ids, mask = completion_logits(model, prompts, completions, temperature, dtype)
+    chosen = logits.gather(-1, ids[..., None]).squeeze(-1)
+    return (chosen - logits.logsumexp(-1)).masked_fill(~mask, 0.0)

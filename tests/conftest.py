@@ -10,7 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = os.environ["OMP_NUM_THREADS"] = "1"  # for the commands too that tests start
+os.environ["HF_HUB_OFFLINE"] = os.environ["OMP_NUM_THREADS"] = (
+    "1"  # for the commands too that tests start
+)
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -18,7 +20,14 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 import iac
@@ -42,9 +51,18 @@ def load_once(auto_class):
 
     def from_pretrained(source, *args, **options):
         file = Path(str(source)) / "model.safetensors"
-        if args or options.keys() - {"dtype", "output_loading_info"} or not file.exists() or file.stat().st_size > 1e6:
+        if (
+            args
+            or options.keys() - {"dtype", "output_loading_info"}
+            or not file.exists()
+            or file.stat().st_size > 1e6
+        ):
             return load(source, *args, **options)
-        key = (file, *(f.stat().st_mtime_ns for f in sorted(file.parent.iterdir())), *sorted(options.items()))
+        key = (
+            file,
+            *(f.stat().st_mtime_ns for f in sorted(file.parent.iterdir())),
+            *sorted(options.items()),
+        )
         if key not in loaded:
             loaded[key] = load(source, **options)
         return copy.deepcopy(loaded[key])
@@ -65,11 +83,16 @@ def variant(request):
 def tokenizer():
     """T."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.pre_tokenizer, bpe.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = {"special_tokens": ["<begin>", "<end>"], "initial_alphabet": alphabet}
     bpe.train_from_iterator(SENTENCES * 3, trainers.BpeTrainer(vocab_size=300, **special))
-    bpe.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", BEGIN)])
+    bpe.post_processor = processors.TemplateProcessing(
+        single="<begin> $A", special_tokens=[("<begin>", BEGIN)]
+    )
     return FastTokenizer(tokenizer_object=bpe, bos_token="<begin>", eos_token="<end>")
 
 
@@ -78,7 +101,12 @@ def folders(tmp_path_factory, tokenizer):
     """Saved models by name, each with its tokenizer: "G", "L" and "tiny_lm"."""
     home = tmp_path_factory.mktemp("models")
     ids = {"vocab_size": 300, "bos_token_id": BEGIN, "eos_token_id": END, "initializer_range": 0.1}
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(0)
         made = {
@@ -112,12 +140,18 @@ def model(request):
 def reward_by_text(*completions):
     """A number for every joint answer, such that no two texts are worth the same."""
     joint_answers = zip(*completions, strict=True)
-    return [sum(sum(text.encode()) * (i + 1) % 97 for i, text in enumerate(joint)) / 97 for joint in joint_answers]
+    return [
+        sum(sum(text.encode()) * (i + 1) % 97 for i, text in enumerate(joint)) / 97
+        for joint in joint_answers
+    ]
 
 
 def say_more(prompt, agent_completions, num_agents, **_):
     """The next turn's prompts show agent i what it said itself."""
-    return [f"{prompt} {text[:8]} more {i}" for i, text in zip(range(num_agents), agent_completions, strict=True)]
+    return [
+        f"{prompt} {text[:8]} more {i}"
+        for i, text in zip(range(num_agents), agent_completions, strict=True)
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -129,15 +163,26 @@ def make_trainer(folders):
 
     def make(variant, tmp_path, args=None, model="L", **given):
         (name, critic_type, *kind), samples = variant.split("-"), []
-        settings = {"critic_type": critic_type, "max_new_tokens": 4, "rollout_buffer_size": 4, "eval_interval": 0}
+        settings = {
+            "critic_type": critic_type,
+            "max_new_tokens": 4,
+            "rollout_buffer_size": 4,
+            "eval_interval": 0,
+        }
         settings |= {"agent_learning_rate": 1e-3, "critic_learning_rate": 1e-2}
         settings |= {"use_separate_critic": False} if kind == ["shared"] else {}
-        Config, Trainer = (iac.IACConfig, iac.IACTrainer) if name == "iac" else (maac.MAACConfig, maac.MAACTrainer)
+        Config, Trainer = (
+            (iac.IACConfig, iac.IACTrainer)
+            if name == "iac"
+            else (maac.MAACConfig, maac.MAACTrainer)
+        )
         arguments = {
             "args": Config(**settings | (args or {})),
             "reward_func": reward_by_text,
             "external_transition": say_more,
-            "train_dataset": [{"prompt": f"Row {n} " + "and so on " * (n % 3), "n": n} for n in range(10)],
+            "train_dataset": [
+                {"prompt": f"Row {n} " + "and so on " * (n % 3), "n": n} for n in range(10)
+            ],
             "metrics_callback": lambda episode: samples.extend(episode) or {},
             "output_dir": str(tmp_path / "run"),
         }
@@ -162,10 +207,18 @@ def rig():
     def replace(trainer, answer):
         def generate_for(i):
             def generate(input_ids, attention_mask, max_new_tokens, **_):
-                prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
-                answers = [answer(i, p, prompts[:row].count(p))[:max_new_tokens] for row, p in enumerate(prompts)]
+                prompts = [
+                    row[mask.bool()].tolist()
+                    for row, mask in zip(input_ids, attention_mask, strict=True)
+                ]
+                answers = [
+                    answer(i, p, prompts[:row].count(p))[:max_new_tokens]
+                    for row, p in enumerate(prompts)
+                ]
                 width = max(map(len, answers))
-                return torch.cat([input_ids, torch.tensor([a + [77] * (width - len(a)) for a in answers])], 1)
+                return torch.cat(
+                    [input_ids, torch.tensor([a + [77] * (width - len(a)) for a in answers])], 1
+                )
 
             return generate
 

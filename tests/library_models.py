@@ -14,7 +14,13 @@ sys.path.insert(0, str(ROOT))
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import common
 import iac
@@ -42,14 +48,20 @@ def tokenizer(name: str):
         name, (["<extra>", "<end>", "<other>"], 500 if name == "U" else 280)
     )
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.pre_tokenizer, bpe.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     letters = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
-        [TEXT], trainers.BpeTrainer(vocab_size=size, special_tokens=specials, initial_alphabet=letters)
+        [TEXT],
+        trainers.BpeTrainer(vocab_size=size, special_tokens=specials, initial_alphabet=letters),
     )
     begin = {"bos_token": "<s>"} if name == "T" else {}
     if begin:
-        bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        bpe.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=specials[1], clean_up_tokenization_spaces=False, **begin
     )
@@ -57,13 +69,26 @@ def tokenizer(name: str):
 
 def model(family: str, tok, seed: int = 0, positions: int = 256):
     """A G (GPT-2, learned positions, tied) or L (Llama, rotary, untied) with random weights for a tokenizer's ids."""
-    ids = {"vocab_size": len(tok), "bos_token_id": tok.bos_token_id, "eos_token_id": tok.eos_token_id}
+    ids = {
+        "vocab_size": len(tok),
+        "bos_token_id": tok.bos_token_id,
+        "eos_token_id": tok.eos_token_id,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if family == "G":
-            return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=positions, **ids)).eval()
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-        return LlamaForCausalLM(LlamaConfig(max_position_embeddings=positions, **sizes, **ids)).eval()
+            return GPT2LMHeadModel(
+                GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=positions, **ids)
+            ).eval()
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        }
+        return LlamaForCausalLM(
+            LlamaConfig(max_position_embeddings=positions, **sizes, **ids)
+        ).eval()
 
 
 @cache
@@ -78,17 +103,24 @@ def folder(family: str, name: str, dtype: torch.dtype = torch.float32) -> str:
 def reward_length(*completions, **_):
     """Between 0 and 1 for every joint answer: longer is better, and no two are quite the same."""
     return [
-        sum(len(text) + sum(map(ord, text)) % 7 for text in joint) / 100 for joint in zip(*completions, strict=True)
+        sum(len(text) + sum(map(ord, text)) % 7 for text in joint) / 100
+        for joint in zip(*completions, strict=True)
     ]
 
 
 def build(variant: str, output_dir, args: dict | None = None, **given):
     """A trainer of two G agents on 8 rows, 2 updates per epoch; `args` and `given` change what they name."""
     module = MODULES[variant]
-    settings = dict(rollout_buffer_size=4, max_new_tokens=4, agent_learning_rate=1e-3, critic_learning_rate=1e-2)
+    settings = dict(
+        rollout_buffer_size=4, max_new_tokens=4, agent_learning_rate=1e-3, critic_learning_rate=1e-2
+    )
     settings |= {"use_separate_critic": False} if variant == "iac_shared" else {}
-    settings |= {"agent_devices": ["cpu"]} if torch.cuda.is_available() else {}  # unless the test names others
-    defaults = dict(reward_func=reward_length, train_dataset=ROWS, output_dir=output_dir and str(output_dir))
+    settings |= (
+        {"agent_devices": ["cpu"]} if torch.cuda.is_available() else {}
+    )  # unless the test names others
+    defaults = dict(
+        reward_func=reward_length, train_dataset=ROWS, output_dir=output_dir and str(output_dir)
+    )
     if given.get("agents") is None:
         defaults["agent_model"] = folder("G", "T")
     if variant != "iac_shared" and not {"critic_model", "critics"} & given.keys():
@@ -100,12 +132,17 @@ def build(variant: str, output_dir, args: dict | None = None, **given):
 
 def metrics(trainer) -> list[dict]:
     """The rows of metrics.jsonl."""
-    return [json.loads(line) for line in (Path(trainer.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (Path(trainer.output_dir) / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def weights(trainer) -> torch.Tensor:
     """All entries of the parameters of all agents and critics, as a copy."""
-    return torch.cat([p.detach().flatten() for m in [*trainer.agents, *trainer.critics] for p in m.parameters()])
+    return torch.cat(
+        [p.detach().flatten() for m in [*trainer.agents, *trainer.critics] for p in m.parameters()]
+    )
 
 
 def collected(trainer) -> list:
@@ -126,7 +163,10 @@ def rig(monkeypatch, trainer, text_of) -> None:
 
     def generate_all(agents, prompts, *_):
         return [
-            [[*tok(text_of(i, k), add_special_tokens=False).input_ids, tok.eos_token_id] for k in range(len(own))]
+            [
+                [*tok(text_of(i, k), add_special_tokens=False).input_ids, tok.eos_token_id]
+                for k in range(len(own))
+            ]
             for i, (tok, own) in enumerate(zip(trainer.tokenizers, prompts, strict=True))
         ]
 

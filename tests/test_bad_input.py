@@ -9,19 +9,58 @@ from test_core import TINY, iac, maac, make_trainer, rig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CONFIGS = [iac.IACConfig, maac.MAACConfig]
-COUNTS = ["num_agents", "num_turns", "num_train_epochs", "rollout_buffer_size", "max_new_tokens", "num_generations"]
-COUNTS += ["eval_batch_size", "logging_steps", "train_batch_size", "micro_batch_size", "rollout_batch_size", "top_k"]
+COUNTS = [
+    "num_agents",
+    "num_turns",
+    "num_train_epochs",
+    "rollout_buffer_size",
+    "max_new_tokens",
+    "num_generations",
+]
+COUNTS += [
+    "eval_batch_size",
+    "logging_steps",
+    "train_batch_size",
+    "micro_batch_size",
+    "rollout_batch_size",
+    "top_k",
+]
 BAD_FIELDS = [(name, value) for name in COUNTS for value in (0, -1, 1.5, "3", True, math.nan)]
-BAD_FIELDS += [(name, -1) for name in ("eval_interval", "eval_num_samples", "checkpoint_interval", "seed")]
-BAD_FIELDS += [(name, None) for name in ("num_agents", "eval_interval", "temperature", "agent_learning_rate", "seed")]
+BAD_FIELDS += [
+    (name, -1) for name in ("eval_interval", "eval_num_samples", "checkpoint_interval", "seed")
+]
+BAD_FIELDS += [
+    (name, None)
+    for name in ("num_agents", "eval_interval", "temperature", "agent_learning_rate", "seed")
+]
 for rate in ("agent_learning_rate", "critic_learning_rate", "value_loss_coef", "reference_kl_coef"):
     BAD_FIELDS += [(rate, value) for value in (-1e-6, math.nan, math.inf, "1e-3", True)]
 BAD_FIELDS += [("temperature", value) for value in (0, -1.0, math.inf, math.nan)]
-BAD_FIELDS += [("top_p", value) for value in (0, 1.1, math.nan)] + [("discount", value) for value in (-0.1, 1.5)]
-BAD_FIELDS += [("max_grad_norm", 0), ("max_grad_norm", -1), ("early_termination_threshold", math.nan)]
-BAD_FIELDS += [("critic_type", "w"), ("critic_type", 1), ("parallel_training", "ddp"), ("dtype", "float16")]
-BAD_FIELDS += [("advantage_normalization", 1), ("reference_kl_enabled", "yes"), ("external_prompt_passthrough", None)]
-BAD_FIELDS += [("agent_devices", 3), ("agent_devices", []), ("critic_devices", ""), ("chat_template", 0)]
+BAD_FIELDS += [("top_p", value) for value in (0, 1.1, math.nan)] + [
+    ("discount", value) for value in (-0.1, 1.5)
+]
+BAD_FIELDS += [
+    ("max_grad_norm", 0),
+    ("max_grad_norm", -1),
+    ("early_termination_threshold", math.nan),
+]
+BAD_FIELDS += [
+    ("critic_type", "w"),
+    ("critic_type", 1),
+    ("parallel_training", "ddp"),
+    ("dtype", "float16"),
+]
+BAD_FIELDS += [
+    ("advantage_normalization", 1),
+    ("reference_kl_enabled", "yes"),
+    ("external_prompt_passthrough", None),
+]
+BAD_FIELDS += [
+    ("agent_devices", 3),
+    ("agent_devices", []),
+    ("critic_devices", ""),
+    ("chat_template", 0),
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -39,7 +78,9 @@ def test_settings_that_do_not_go_together(config):
         config(parallel_training="mp")
     with pytest.raises(ValueError, match="critic_devices"):
         config(parallel_training="mp", agent_devices=["cpu"])
-    assert config(temperature=2).temperature == 2.0 and isinstance(config(temperature=2).temperature, float)
+    assert config(temperature=2).temperature == 2.0 and isinstance(
+        config(temperature=2).temperature, float
+    )
     assert config(rollout_buffer_size=5).train_batch_size == 5
 
 
@@ -60,7 +101,10 @@ BAD_ARGUMENTS = {
     "both": ({"agents": [TINY, TINY], "tokenizer": TOK}, "agent_model or agents"),
     "agents count": ({"agent_model": None, "agents": [TINY], "tokenizer": TOK}, "agents"),
     "agents a string": ({"agent_model": None, "agents": TINY, "tokenizer": TOK}, "agents"),
-    "agents a number": ({"agent_model": None, "agents": [TINY, 1], "tokenizer": TOK}, r"agents\[1\]"),
+    "agents a number": (
+        {"agent_model": None, "agents": [TINY, 1], "tokenizer": TOK},
+        r"agents\[1\]",
+    ),
     "agents without tokenizer": ({"agent_model": None, "agents": [TINY, TINY]}, "tokenizer"),
     "tokenizer count": ({"tokenizer": [TOK] * 3}, "tokenizer"),
     "no such model": ({"agent_model": "/no/such/model", "tokenizer": TOK}, "agents"),
@@ -86,7 +130,9 @@ def test_one_model_in_two_places(variant):
     with pytest.raises(ValueError, match=r"agents\[0\] and agents\[1\]"):
         make_trainer(variant, agent_model=None, agents=[one, one], tokenizer=TOK)
     with pytest.raises(ValueError, match=r"agents\[1\] and critics\[0\]"):
-        make_trainer(variant, agent_model=None, agents=[one, other], tokenizer=TOK, critic_model=other)
+        make_trainer(
+            variant, agent_model=None, agents=[one, other], tokenizer=TOK, critic_model=other
+        )
     with pytest.raises(ValueError, match="agent_model"):
         make_trainer(variant, agent_model=one, tokenizer=TOK)
 
@@ -129,9 +175,21 @@ BAD_TASKS = {
     "empty dataset": ({"train_dataset": []}, ValueError, "train_dataset"),
     "empty iterable": ({"train_dataset": iter([])}, ValueError, "train_dataset"),
     "row no dict": ({"train_dataset": [*GOOD, "text"]}, ValueError, "row 6"),
-    "missing key": ({"train_dataset": [*GOOD, {"text": "x"}]}, ValueError, r"row 6, turn 1, agent 0.*'prompt'"),
-    "empty prompt": ({"train_dataset": [*GOOD, {"prompt": "  "}]}, ValueError, "row 6, turn 1, agent 0"),
-    "prompt None": ({"formatters": [lambda x: "ok", lambda x: None]}, ValueError, "row 0, turn 1, agent 1"),
+    "missing key": (
+        {"train_dataset": [*GOOD, {"text": "x"}]},
+        ValueError,
+        r"row 6, turn 1, agent 0.*'prompt'",
+    ),
+    "empty prompt": (
+        {"train_dataset": [*GOOD, {"prompt": "  "}]},
+        ValueError,
+        "row 6, turn 1, agent 0",
+    ),
+    "prompt None": (
+        {"formatters": [lambda x: "ok", lambda x: None]},
+        ValueError,
+        "row 0, turn 1, agent 1",
+    ),
     "prompt a number": ({"formatters": lambda x: 3}, ValueError, "agent 0"),
     "reward None": ({"reward_func": at_call_7(None)}, ValueError, "row 2, turn 1"),
     "reward one None": ({"reward_func": at_call_7([None])}, ValueError, "row 2, turn 1"),
@@ -151,9 +209,16 @@ BAD_TASKS = {
 def test_bad_task(variant, case, tmp_path):
     changes, error, message = BAD_TASKS[case]
     CALLS["n"] = 0
-    task = {"train_dataset": GOOD, "eval_dataset": None, "formatters": None, "reward_func": lambda a, b: [0.5]}
+    task = {
+        "train_dataset": GOOD,
+        "eval_dataset": None,
+        "formatters": None,
+        "reward_func": lambda a, b: [0.5],
+    }
     trainer = make_trainer(variant, **{**task, **changes}, output_dir=str(tmp_path / "run"))
-    before = [p.clone() for model in [*trainer.agents, *trainer.critics] for p in model.parameters()]
+    before = [
+        p.clone() for model in [*trainer.agents, *trainer.critics] for p in model.parameters()
+    ]
     with pytest.raises(error, match=message):
         trainer.train()
     after = [p for model in [*trainer.agents, *trainer.critics] for p in model.parameters()]
@@ -162,7 +227,9 @@ def test_bad_task(variant, case, tmp_path):
 
 @pytest.mark.parametrize("answer", [None, ["one"], ["a", 2], ["a", ""], "ab"])
 def test_bad_transition(answer, tmp_path):
-    trainer = make_trainer("iac-v", {"num_turns": 2}, output_dir=str(tmp_path / "run"), eval_dataset=None)
+    trainer = make_trainer(
+        "iac-v", {"num_turns": 2}, output_dir=str(tmp_path / "run"), eval_dataset=None
+    )
     trainer.external_transition = lambda **_: answer
     with pytest.raises(ValueError, match=r"row 0, turn 2.*external_transition"):
         trainer.train()
@@ -178,7 +245,12 @@ def test_output_dir_with_files_is_refused(tmp_path):
 @pytest.mark.parametrize("variant", ["iac-q", "iac-shared-v", "maac-q"])
 def test_of_a_prompt_that_is_too_long_the_end_is_kept(variant, tmp_path):
     rows = [{"prompt": "x" * 600 + "end"}, {"prompt": "short"}]
-    task = {"train_dataset": rows, "eval_dataset": None, "formatters": None, "reward_func": lambda a, b: [0.5]}
+    task = {
+        "train_dataset": rows,
+        "eval_dataset": None,
+        "formatters": None,
+        "reward_func": lambda a, b: [0.5],
+    }
     trainer = make_trainer(variant, **task, output_dir=str(tmp_path / "run"))
     rig(trainer)
     with warnings.catch_warnings(record=True) as caught:
@@ -186,20 +258,27 @@ def test_of_a_prompt_that_is_too_long_the_end_is_kept(variant, tmp_path):
         episodes = trainer.collect(rows, 0, trainer.generators, 1)
     ids = episodes[0][0].prompt_ids
     assert len(ids) == 512 - 4 and TOK.decode(ids).endswith("xend") and trainer.truncated == 2
-    assert all(len(s.critic_ids) <= 512 for s in episodes[0]) and TOK.decode(episodes[1][0].prompt_ids) == "short"
+    assert (
+        all(len(s.critic_ids) <= 512 for s in episodes[0])
+        and TOK.decode(episodes[1][0].prompt_ids) == "short"
+    )
     assert sum("longer than its model" in str(w.message) for w in caught) == 1
     trainer.train()
 
 
 def test_empty_completion_reaches_the_reward_as_an_empty_string(tmp_path):
     seen = []
-    trainer = make_trainer("iac-q", output_dir=str(tmp_path / "run"), reward_func=lambda a, b: seen.append(a) or [0.0])
+    trainer = make_trainer(
+        "iac-q", output_dir=str(tmp_path / "run"), reward_func=lambda a, b: seen.append(a) or [0.0]
+    )
     rig(trainer, lambda i, prompt: [1])
     trainer.train()
     assert seen and all(a == [""] for a in seen)
 
 
-@pytest.mark.parametrize(("file", "other"), [(iac, maac.MAACConfig()), (maac, iac.IACConfig()), (iac, {}), (maac, {})])
+@pytest.mark.parametrize(
+    ("file", "other"), [(iac, maac.MAACConfig()), (maac, iac.IACConfig()), (iac, {}), (maac, {})]
+)
 def test_arguments_of_the_other_algorithm_are_refused(file, other):
     trainer = file.IACTrainer if file is iac else file.MAACTrainer
     with pytest.raises(ValueError, match="args must be"):
@@ -208,7 +287,11 @@ def test_arguments_of_the_other_algorithm_are_refused(file, other):
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_type_is_no_value(config):
-    for name, value in (("num_agents", int), ("advantage_normalization", bool), ("temperature", float)):
+    for name, value in (
+        ("num_agents", int),
+        ("advantage_normalization", bool),
+        ("temperature", float),
+    ):
         with pytest.raises(ValueError, match=name):
             config(**{name: value})
 

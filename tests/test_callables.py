@@ -61,7 +61,9 @@ def keyword_only(a, b, *, prompts, batch_items=None):
 
 
 def keywords(a, b, **kwargs):
-    return note(a=a, b=b, prompts=kwargs.pop("prompts"), batch_items=kwargs.pop("batch_items"), rest=kwargs)
+    return note(
+        a=a, b=b, prompts=kwargs.pop("prompts"), batch_items=kwargs.pop("batch_items"), rest=kwargs
+    )
 
 
 def prompts_first(prompts, a, b):
@@ -96,9 +98,29 @@ def three(weight, a, b, batch_items):
     return note(a=a, b=b, batch_items=batch_items, weight=weight)
 
 
-FORMS = [plain, batch_items_last, batch_items_default, batch_items_between, both_after_another_default, keyword_only]
-FORMS += [keywords, prompts_first, prompts_first_by_another_name, starred, starred_with_keywords, list_of_lists]
-FORMS += [list_of_lists_and_items, defaults_left_alone, Callable(), Callable().method, partial(three, 0.5)]
+FORMS = [
+    plain,
+    batch_items_last,
+    batch_items_default,
+    batch_items_between,
+    both_after_another_default,
+    keyword_only,
+]
+FORMS += [
+    keywords,
+    prompts_first,
+    prompts_first_by_another_name,
+    starred,
+    starred_with_keywords,
+    list_of_lists,
+]
+FORMS += [
+    list_of_lists_and_items,
+    defaults_left_alone,
+    Callable(),
+    Callable().method,
+    partial(three, 0.5),
+]
 FORMS += [partial(defaults_left_alone, weight=0.5), partial(keyword_only), lambda a, b: plain(a, b)]
 
 
@@ -116,16 +138,26 @@ def test_reward_is_called_as_its_signature_asks(variant, form, tmp_path, monkeyp
     assert len(SEEN) == 3  # once per item
     for k, seen in enumerate(SEEN):
         expected = {"prompts": [f"first name {k}", f"second name {k}"], "batch_items": [ROWS[k]]}
-        expected |= {"a": [answer(0, 2 * k), answer(0, 2 * k + 1)], "b": [answer(1, 2 * k), answer(1, 2 * k + 1)]}
+        expected |= {
+            "a": [answer(0, 2 * k), answer(0, 2 * k + 1)],
+            "b": [answer(1, 2 * k), answer(1, 2 * k + 1)],
+        }
         expected |= {"weight": 0.5, "words": ("x",), "scale": 2.0, "rest": {}}
         assert seen == {name: expected[name] for name in seen} and type(seen["a"]) is list
         assert [s.reward for s in samples if s.row == k] == [0.25 * (k + 1)] * 4
 
 
 @pytest.mark.parametrize("num_agents", [1, 3])
-def test_one_positional_parameter_is_all_agents_unless_there_is_one_agent(num_agents, tmp_path, monkeypatch):
+def test_one_positional_parameter_is_all_agents_unless_there_is_one_agent(
+    num_agents, tmp_path, monkeypatch
+):
     seen = []
-    trainer = build("maac", tmp_path, {"num_agents": num_agents}, reward_func=lambda texts: seen.append(texts) or 1.0)
+    trainer = build(
+        "maac",
+        tmp_path,
+        {"num_agents": num_agents},
+        reward_func=lambda texts: seen.append(texts) or 1.0,
+    )
     rig(monkeypatch, trainer, answer)
     trainer.train()
     own = [[answer(i, 0)] for i in range(num_agents)]
@@ -137,7 +169,9 @@ def test_an_error_of_the_users_own_is_neither_hidden_nor_retried(tmp_path):
 
     def reward_func(a, b, batch_items):
         calls.append(batch_items)
-        raise TypeError("reward_func() got an unexpected keyword argument 'batch_items'")  # looks like a wrong call
+        raise TypeError(
+            "reward_func() got an unexpected keyword argument 'batch_items'"
+        )  # looks like a wrong call
 
     trainer = build("iac", tmp_path, reward_func=reward_func)
     with pytest.raises(TypeError, match="unexpected keyword"):
@@ -180,7 +214,9 @@ def test_reward_is_read_in_every_form(variant, form, tmp_path):
     samples = collected(trainer)
     trainer.train()
     assert [s.reward for s in samples] == 2 * (expected[0] + expected[1])
-    assert [(s.agent_idx, s.generation_idx) for s in samples] == 2 * [(i, g) for i in (0, 1) for g in (0, 1, 2)]
+    assert [(s.agent_idx, s.generation_idx) for s in samples] == 2 * [
+        (i, g) for i in (0, 1) for g in (0, 1, 2)
+    ]
     assert all(s.target == s.reward for s in samples)
     for i in (0, 1):
         assert metrics(trainer)[0][f"agent_{i}/reward_mean"] == pytest.approx(sum(expected[i]) / 3)
@@ -203,7 +239,10 @@ def test_reward_processor_is_applied_to_every_reward(variant, tmp_path):
         return 10 * reward - 1
 
     args = {"num_generations": 2, "eval_interval": 0}
-    given = {"reward_func": lambda a, b: [[0.5, 1.0], [1.5, 2.0]], "reward_processor": reward_processor}
+    given = {
+        "reward_func": lambda a, b: [[0.5, 1.0], [1.5, 2.0]],
+        "reward_processor": reward_processor,
+    }
     trainer = build(variant, tmp_path, args, **given, train_dataset=ROWS[:2])
     samples = collected(trainer)
     trainer.train()
@@ -231,7 +270,9 @@ def play(variant, path, monkeypatch, **given):
     return trainer, samples
 
 
-def transition(prompt, agent_completions, num_agents, prompt_history_per_agent, response_history_per_agent):
+def transition(
+    prompt, agent_completions, num_agents, prompt_history_per_agent, response_history_per_agent
+):
     return [f"{prompt} again {i}: {' + '.join(agent_completions)}" for i in range(num_agents)]
 
 
@@ -243,9 +284,16 @@ def prompts_of(samples, turn: int, i: int) -> list[str]:
 def test_formatters_one_for_all_or_one_for_each_or_none(variant, tmp_path):
     one, each = (lambda x: f"<{x['prompt']}>"), [lambda x, i=i: f"{i} {x['n']}" for i in (0, 1)]
     for number, (formatters, expected) in enumerate(
-        [(None, ["name 1", "name 1"]), (one, ["<name 1>"] * 2), (each, ["0 1", "1 1"]), (tuple(each), ["0 1", "1 1"])]
+        [
+            (None, ["name 1", "name 1"]),
+            (one, ["<name 1>"] * 2),
+            (each, ["0 1", "1 1"]),
+            (tuple(each), ["0 1", "1 1"]),
+        ]
     ):
-        trainer = build(variant, tmp_path / str(number), formatters=formatters, train_dataset=ROWS[1:2])
+        trainer = build(
+            variant, tmp_path / str(number), formatters=formatters, train_dataset=ROWS[1:2]
+        )
         samples = collected(trainer)
         trainer.train()
         assert [s.prompt for s in samples] == expected
@@ -260,31 +308,46 @@ def test_the_transitions_prompts_replace_the_items_prompt(variant, tmp_path, mon
         rewarded.append((prompts, batch_items))
         return 1.0
 
-    trainer, samples = play(variant, tmp_path, monkeypatch, formatters=formatters, reward_func=reward_func)
+    trainer, samples = play(
+        variant, tmp_path, monkeypatch, formatters=formatters, reward_func=reward_func
+    )
     said = [f"{answer(0, k)} + {answer(1, k)}" for k in (0, 1)]
     assert prompts_of(samples, 0, 0) == ["0: name 0 [None]", "1: name 1 [None]"]
     assert prompts_of(samples, 0, 1) == ["name 0 | None", "name 1 | None"]
-    assert prompts_of(samples, 1, 0) == [f"{k}: name {k} again 0: {said[k]} [name {k}]" for k in (0, 1)]
+    assert prompts_of(samples, 1, 0) == [
+        f"{k}: name {k} again 0: {said[k]} [name {k}]" for k in (0, 1)
+    ]
     own = [f"name {k} again 1: {said[k]}" for k in (0, 1)]
     assert prompts_of(samples, 1, 1) == [f"{text} | {text}" for text in own]
-    assert rewarded[2][0] == [prompts_of(samples, 1, 0)[0], prompts_of(samples, 1, 1)[0]]  # row 0, turn 2
+    assert rewarded[2][0] == [
+        prompts_of(samples, 1, 0)[0],
+        prompts_of(samples, 1, 1)[0],
+    ]  # row 0, turn 2
     assert [{"prompt": f"name {n}", "n": n} for n in range(8)] == ROWS  # the dataset is as it was
 
 
 @pytest.mark.parametrize("variant", ["iac", "maac"])
 def test_with_passthrough_the_formatter_is_not_asked_again(variant, tmp_path, monkeypatch):
     args = {"external_prompt_passthrough": True}
-    trainer, samples = play(variant, tmp_path, monkeypatch, formatters=lambda x: f"* {x['prompt']}", args=args)
+    trainer, samples = play(
+        variant, tmp_path, monkeypatch, formatters=lambda x: f"* {x['prompt']}", args=args
+    )
     assert prompts_of(samples, 0, 0) == ["* name 0", "* name 1"]
-    assert prompts_of(samples, 1, 1) == [f"name {k} again 1: {answer(0, k)} + {answer(1, k)}" for k in (0, 1)]
+    assert prompts_of(samples, 1, 1) == [
+        f"name {k} again 1: {answer(0, k)} + {answer(1, k)}" for k in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize("passthrough", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_transition_gets_five_arguments_that_are_copies(variant, passthrough, tmp_path, monkeypatch):
+def test_transition_gets_five_arguments_that_are_copies(
+    variant, passthrough, tmp_path, monkeypatch
+):
     calls = []
 
-    def destructive(prompt, agent_completions, num_agents, prompt_history_per_agent, response_history_per_agent):
+    def destructive(
+        prompt, agent_completions, num_agents, prompt_history_per_agent, response_history_per_agent
+    ):
         histories = [prompt_history_per_agent, response_history_per_agent]
         calls.append(json.loads(json.dumps([prompt, agent_completions, num_agents, *histories])))
         texts = [f"{prompt} after {len(response_history_per_agent[i])}" for i in range(num_agents)]
@@ -321,8 +384,15 @@ def test_an_episode_ends_after_a_turn_above_the_threshold(variant, tmp_path):
         rewarded.append(n)
         return 0.75 if n % 2 == 0 else 0.5 if n % 4 == 1 else [0.0, 0.9]
 
-    args = {"num_turns": 3, "early_termination_threshold": 0.5, "discount": 0.5, "rollout_buffer_size": 8}
-    trainer = build(variant, tmp_path, args, reward_func=reward_func, external_transition=transition)
+    args = {
+        "num_turns": 3,
+        "early_termination_threshold": 0.5,
+        "discount": 0.5,
+        "rollout_buffer_size": 8,
+    }
+    trainer = build(
+        variant, tmp_path, args, reward_func=reward_func, external_transition=transition
+    )
     samples = collected(trainer)
     trainer.train()
     turns = {n: sorted({s.turn_idx for s in samples if s.row == n}) for n in range(8)}
@@ -330,17 +400,32 @@ def test_an_episode_ends_after_a_turn_above_the_threshold(variant, tmp_path):
     assert sorted(rewarded) == sorted([0, 2, 4, 6] + [1, 3, 5, 7] * 3)
     assert metrics(trainer)[-1]["env_step"] == 16
     for s in samples:
-        after = [x for x in samples if (x.row, x.agent_idx, x.turn_idx) == (s.row, s.agent_idx, s.turn_idx + 1)]
+        after = [
+            x
+            for x in samples
+            if (x.row, x.agent_idx, x.turn_idx) == (s.row, s.agent_idx, s.turn_idx + 1)
+        ]
         assert s.target == pytest.approx(s.reward + sum(0.5 * x.old_value for x in after))
         assert s.advantage == pytest.approx(s.target - s.old_value)
 
 
 @pytest.mark.parametrize("variant", ["iac", "maac"])
 def test_the_threshold_reads_the_processed_reward_before_the_kl_penalty(variant, tmp_path):
-    args = {"num_turns": 2, "early_termination_threshold": 5.0, "reference_kl_enabled": True, "reference_kl_coef": 50.0}
+    args = {
+        "num_turns": 2,
+        "early_termination_threshold": 5.0,
+        "reference_kl_enabled": True,
+        "reference_kl_coef": 50.0,
+    }
     given = {"reward_func": lambda a, b: 1.0, "external_transition": transition}
     for factor, turns in ((6, {0}), (4, {0, 1})):
-        trainer = build(variant, tmp_path / str(factor), args, reward_processor=lambda r, f=factor: f * r, **given)
+        trainer = build(
+            variant,
+            tmp_path / str(factor),
+            args,
+            reward_processor=lambda r, f=factor: f * r,
+            **given,
+        )
         for parameter in trainer.references[0].parameters():
             parameter.data.mul_(1.5)
         samples = collected(trainer)
@@ -354,17 +439,34 @@ def test_metrics_callback_gets_an_items_samples_and_is_logged(variant, tmp_path)
     calls = []
 
     def metrics_callback(samples):
-        calls.append([(s.agent_idx, s.turn_idx, s.generation_idx, s.item["n"], s.completion) for s in samples])
-        return {"n": samples[0].item["n"], "style/letters": np.float32(sum(len(s.completion) for s in samples))}
+        calls.append(
+            [
+                (s.agent_idx, s.turn_idx, s.generation_idx, s.item["n"], s.completion)
+                for s in samples
+            ]
+        )
+        return {
+            "n": samples[0].item["n"],
+            "style/letters": np.float32(sum(len(s.completion) for s in samples)),
+        }
 
-    args = {"eval_interval": 4, "eval_num_samples": 2, "num_generations": 2, "rollout_buffer_size": 8}
-    trainer = build(variant, tmp_path, args, metrics_callback=metrics_callback, eval_dataset=ROWS[4:])
+    args = {
+        "eval_interval": 4,
+        "eval_num_samples": 2,
+        "num_generations": 2,
+        "rollout_buffer_size": 8,
+    }
+    trainer = build(
+        variant, tmp_path, args, metrics_callback=metrics_callback, eval_dataset=ROWS[4:]
+    )
     trainer.train()
     rows = metrics(trainer)
     assert [row["n"] for row in rows if "n" in row] == [1.5, 5.5]  # rows 0 to 3, rows 4 to 7
     assert [row["eval/n"] for row in rows if "eval/n" in row] == [4.5] * 3
     letters = [sum(len(text) for *_, text in call) for call in calls[2:6]]
-    assert next(row["style/letters"] for row in rows if "n" in row) == pytest.approx(sum(letters) / 4)
+    assert next(row["style/letters"] for row in rows if "n" in row) == pytest.approx(
+        sum(letters) / 4
+    )
     assert [c[:4] for c in calls[2]] == [(i, 0, g, 0) for i in (0, 1) for g in (0, 1)]
 
 
@@ -395,8 +497,12 @@ DATASETS = {
     "list": lambda: ROWS[:6],
     "tuple": lambda: tuple(ROWS[:6]),
     "datasets.Dataset": lambda: datasets.Dataset.from_list(ROWS[:6]),
-    "datasets.IterableDataset": lambda: datasets.IterableDataset.from_generator(lambda: iter(ROWS[:6])),
-    "Dataset.to_iterable_dataset": lambda: datasets.Dataset.from_list(ROWS[:6]).to_iterable_dataset(),
+    "datasets.IterableDataset": lambda: datasets.IterableDataset.from_generator(
+        lambda: iter(ROWS[:6])
+    ),
+    "Dataset.to_iterable_dataset": lambda: datasets.Dataset.from_list(
+        ROWS[:6]
+    ).to_iterable_dataset(),
     "stream": Stream,
     "numpy array": lambda: np.array(ROWS[:6]),
     "torch Dataset": Mapped,
@@ -431,7 +537,9 @@ def test_a_generator_serves_for_one_epoch_and_nowhere_else(variant, tmp_path):
     trainer.train()
     assert metrics(trainer)[-1]["env_step"] == len(ROWS)
     with pytest.raises(ValueError, match="train_dataset is to be read several times"):
-        build(variant, tmp_path / "two", {"num_train_epochs": 2}, train_dataset=(row for row in ROWS))
+        build(
+            variant, tmp_path / "two", {"num_train_epochs": 2}, train_dataset=(row for row in ROWS)
+        )
     with pytest.raises(ValueError, match="eval_dataset is to be read several times"):
         build(variant, tmp_path / "two", eval_dataset=iter(ROWS))
 
@@ -452,9 +560,13 @@ def test_the_quick_start_runs_with_only_its_import_line_changed(file, tmp_path):
     (tmp_path / "tiny_lm").symlink_to(ROOT / "tests" / "tiny_lm")
     (tmp_path / "tasks").mkdir()
     if file == "iac":
-        code = code.replace(line, "from iac import IACConfig as MAACConfig, IACTrainer as MAACTrainer\n")
+        code = code.replace(
+            line, "from iac import IACConfig as MAACConfig, IACTrainer as MAACTrainer\n"
+        )
     (tmp_path / "tasks" / "quick_start.py").write_text(code)
-    done = run(tmp_path / "tasks" / "quick_start.py", cwd=tmp_path, env=ENV | {"PYTHONPATH": str(ROOT)})
+    done = run(
+        tmp_path / "tasks" / "quick_start.py", cwd=tmp_path, env=ENV | {"PYTHONPATH": str(ROOT)}
+    )
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -465,15 +577,25 @@ def test_the_quick_start_runs_with_only_its_import_line_changed(file, tmp_path):
 @pytest.mark.parametrize("file", ["iac", "maac"])
 def test_the_ports_run_from_the_command_line(file, tmp_path):
     flags = "--num-turns 2 --max-new-tokens 4 --rollout-buffer-size 6 --num-train-epochs 2 --eval-interval 6"
-    task = ["--task", str(ROOT / "tests" / "tasks" / "ports.py"), "--output-dir", str(tmp_path / "run")]
+    task = [
+        "--task",
+        str(ROOT / "tests" / "tasks" / "ports.py"),
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
     done = run(ROOT / f"{file}.py", *task, *flags.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     trained = [row for row in rows if "turn_1/reward_mean" in row]
     assert [row["env_step"] for row in trained] == [6, 12, 18, 24]
     assert all(row["second_turn_share"] == 0.5 and "agent_1/policy_loss" in row for row in trained)
     assert all(0 <= row[f"turn_{t}/reward_mean"] <= 1 for row in trained for t in (1, 2))
-    answers = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    answers = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()
+    ]
     task = runpy.run_path(task[1])
     one, two = (next(a for a in answers if a["agent"] == 1 and a["turn"] == t) for t in (1, 2))
     assert one["prompt"] == "At length. Describe the number 0."

@@ -18,7 +18,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from library_models import MODULES, ROWS, VARIANTS, build, collected, folder, metrics, model, rig, tokenizer, weights
+from library_models import (
+    MODULES,
+    ROWS,
+    VARIANTS,
+    build,
+    collected,
+    folder,
+    metrics,
+    model,
+    rig,
+    tokenizer,
+    weights,
+)
 from tokenizers import processors
 from torch import nn
 
@@ -26,8 +38,12 @@ import common
 
 HERE = Path(__file__).parent
 FAULTS = {
-    "A01 end-of-text masking": ["test_faults.py::test_a01_the_end_token_is_trained_and_padding_is_not"],
-    "A02 padding and positions": ["test_faults.py::test_a02_scores_and_values_do_not_depend_on_the_neighbours"],
+    "A01 end-of-text masking": [
+        "test_faults.py::test_a01_the_end_token_is_trained_and_padding_is_not"
+    ],
+    "A02 padding and positions": [
+        "test_faults.py::test_a02_scores_and_values_do_not_depend_on_the_neighbours"
+    ],
     "A03 hidden sampling filters": ["test_faults.py::test_a03_nothing_filters_the_samples_unasked"],
     "A04 temperature": [
         "test_faults.py::test_a04_scores_are_those_of_the_distribution_that_was_sampled_from",
@@ -39,7 +55,9 @@ FAULTS = {
         "test_faults.py::test_a05_kl_is_zero_before_the_first_update",
         "test_faults.py::test_a05_no_reference_model_without_need",
     ],
-    "A06 half-precision load": ["test_library.py::test_a_bfloat16_checkpoint_is_trained_in_float32"],
+    "A06 half-precision load": [
+        "test_library.py::test_a_bfloat16_checkpoint_is_trained_in_float32"
+    ],
     "A07 spread of one sample": [
         "test_faults.py::test_a07_small_groups_stay_finite",
         "test_faults.py::test_a07_equal_rewards_give_no_advantage",
@@ -93,15 +111,24 @@ def test_every_fault_has_tests_that_exist():
     assert [name.split()[0] for name in FAULTS] == [f"A{number:02}" for number in range(1, 19)]
     for file, test in (name.split("::") for names in FAULTS.values() for name in names):
         body = ast.parse((HERE / file).read_text()).body
-        assert test in [node.name for node in body if isinstance(node, ast.FunctionDef)], (file, test)
-    own = [node.name for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.FunctionDef)]
+        assert test in [node.name for node in body if isinstance(node, ast.FunctionDef)], (
+            file,
+            test,
+        )
+    own = [
+        node.name
+        for node in ast.parse(Path(__file__).read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    ]
     listed = {name.split("::")[1] for names in FAULTS.values() for name in names}
     assert {name for name in own if name.startswith("test_a")} - listed == set()
 
 
 def answer_with(monkeypatch, ids: list[list[int]]) -> None:
     """Every generation gives these completions, one for each row of a batch, for all agents."""
-    monkeypatch.setattr(common, "generate_all", lambda agents, *_: [[list(row) for row in ids] for _ in agents])
+    monkeypatch.setattr(
+        common, "generate_all", lambda agents, *_: [[list(row) for row in ids] for _ in agents]
+    )
 
 
 def tildes(tokens: int, name: str = "T") -> str:
@@ -123,7 +150,11 @@ def test_a01_the_end_token_is_trained_and_padding_is_not(variant, tmp_path, monk
     rows, results = [{"prompt": "name</s>one"}, {"prompt": "name</s>two"}], []
     for number, pads in enumerate(([1, 1], [9, 200], [0, 1])):
         args = {"rollout_buffer_size": 2, "max_new_tokens": 5, "advantage_normalization": False}
-        given = {"train_dataset": rows, "tokenizer": tok, "reward_func": lambda a, b: 1.0 + len(a[0])}
+        given = {
+            "train_dataset": rows,
+            "tokenizer": tok,
+            "reward_func": lambda a, b: 1.0 + len(a[0]),
+        }
         trainer, logits, masks = build(variant, tmp_path / str(number), args, **given), [], []
         rigged = torch.tensor([[7, 8, 1, *pads], [7, 8, 9, 10, 11]])
         for agent in trainer.agents:
@@ -145,15 +176,23 @@ def test_a01_the_end_token_is_trained_and_padding_is_not(variant, tmp_path, monk
         trainer.agents[0].register_forward_pre_hook(note_mask, with_kwargs=True)
         samples = collected(trainer)
         trainer.train()
-        assert [s.completion_ids for s in samples if s.agent_idx == 0] == [[7, 8, 1], [7, 8, 9, 10, 11]]
+        assert [s.completion_ids for s in samples if s.agent_idx == 0] == [
+            [7, 8, 1],
+            [7, 8, 9, 10, 11],
+        ]
         assert metrics(trainer)[0]["agent_0/completion_tokens"] == 4
-        order = [0, 1] if masks[-1][0][0, -1] != 11 else [1, 0]  # of the two samples in the shuffled mini-batch
+        order = (
+            [0, 1] if masks[-1][0][0, -1] != 11 else [1, 0]
+        )  # of the two samples in the shuffled mini-batch
         trained = logits[0].grad[:, :-1].abs().sum(-1)[order] > 0  # [B, K]
         assert trained.tolist() == [[True, True, True, False, False], [True] * 5]
         assert logits[0].grad[order[0], 2, 1].abs() > 1e-4  # the end token itself
         assert all(1 in s.prompt_ids[1:-1] for s in samples)
         seen = [(ids[mask.bool()].tolist().count(1)) for ids, mask in zip(*masks[-1], strict=True)]
-        assert sorted(seen) == [1, 2]  # in the middle of both prompts, and at the end of one completion
+        assert sorted(seen) == [
+            1,
+            2,
+        ]  # in the middle of both prompts, and at the end of one completion
         results.append((weights(trainer), [row["agent_0/policy_loss"] for row in metrics(trainer)]))
     for other, losses in results[1:]:
         assert torch.equal(other, results[0][0]) and losses == results[0][1]
@@ -162,11 +201,15 @@ def test_a01_the_end_token_is_trained_and_padding_is_not(variant, tmp_path, monk
 @pytest.mark.parametrize("critic_type", ["v", "q"])
 @pytest.mark.parametrize("family", ["G", "L"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a02_scores_and_values_do_not_depend_on_the_neighbours(variant, family, critic_type, tmp_path, monkeypatch):
+def test_a02_scores_and_values_do_not_depend_on_the_neighbours(
+    variant, family, critic_type, tmp_path, monkeypatch
+):
     """Prompts of 3 and 9 tokens with completions of 5 and 2: actor, reference and critic, together and one by one."""
     source = folder(family, "T")
     given = {"agent_model": source} | ({} if variant == "iac_shared" else {"critic_model": source})
-    trainer = build(variant, tmp_path, {"critic_type": critic_type, "reference_kl_enabled": True}, **given)
+    trainer = build(
+        variant, tmp_path, {"critic_type": critic_type, "reference_kl_enabled": True}, **given
+    )
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for module in (*trainer.references, *(critic.value_head for critic in trainer.critics)):
@@ -186,7 +229,10 @@ def test_a02_scores_and_values_do_not_depend_on_the_neighbours(variant, family, 
         assert mask.sum(-1).tolist() == [5, 2]
         for row, (s, x) in enumerate(pairs):
             assert s.old_value == pytest.approx(x.old_value, abs=1e-4) and abs(s.old_value) > 1e-3
-            assert s.reference_kl == pytest.approx(x.reference_kl, abs=1e-4) and abs(s.reference_kl) > 1e-3
+            assert (
+                s.reference_kl == pytest.approx(x.reference_kl, abs=1e-4)
+                and abs(s.reference_kl) > 1e-3
+            )
             single = trainer.score(trainer.agents[i], [x])[0][0]
             torch.testing.assert_close(logprobs[row, : len(single)], single, atol=1e-4, rtol=0)
             ids = torch.tensor([s.prompt_ids + s.completion_ids])  # and without any padding or mask
@@ -201,10 +247,16 @@ def test_a03_nothing_filters_the_samples_unasked(file, tmp_path):
     agent = model("G", tokenizer("T"))
     with torch.no_grad():
         agent.transformer.wte.weight.mul_(1e-4)
-    agent.generation_config.update(top_k=20, top_p=0.5, do_sample=True, suppress_tokens=list(range(100)))
+    agent.generation_config.update(
+        top_k=20, top_p=0.5, do_sample=True, suppress_tokens=list(range(100))
+    )
     distinct = []
     for top_k in (None, 5):
-        given = {"agent_model": copy.deepcopy(agent), "tokenizer": tokenizer("T"), "reward_func": lambda a: 0.5}
+        given = {
+            "agent_model": copy.deepcopy(agent),
+            "tokenizer": tokenizer("T"),
+            "reward_func": lambda a: 0.5,
+        }
         args = {"num_agents": 1, "num_generations": 1200, "max_new_tokens": 1, "top_k": top_k}
         trainer = build(file, tmp_path, args, **given)
         (episode,) = trainer.collect(ROWS[:1], 0, trainer.generators, 1200, train=False)
@@ -214,12 +266,19 @@ def test_a03_nothing_filters_the_samples_unasked(file, tmp_path):
 
 @pytest.mark.parametrize("temperature", [0.5, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a04_scores_are_those_of_the_distribution_that_was_sampled_from(variant, temperature, tmp_path, monkeypatch):
-    trainer, scored = build(variant, tmp_path, {"temperature": temperature}, train_dataset=ROWS[:4]), []
+def test_a04_scores_are_those_of_the_distribution_that_was_sampled_from(
+    variant, temperature, tmp_path, monkeypatch
+):
+    trainer, scored = (
+        build(variant, tmp_path, {"temperature": temperature}, train_dataset=ROWS[:4]),
+        [],
+    )
     start, module = copy.deepcopy(trainer.agents), MODULES[variant]
     loss = module.policy_loss
     monkeypatch.setattr(
-        module, "policy_loss", lambda logprobs, A: scored.append(logprobs.detach()) or loss(logprobs, A)
+        module,
+        "policy_loss",
+        lambda logprobs, A: scored.append(logprobs.detach()) or loss(logprobs, A),
     )
     samples, step = collected(trainer), trainer.actor_step
     batches = []
@@ -228,8 +287,12 @@ def test_a04_scores_are_those_of_the_distribution_that_was_sampled_from(variant,
     assert len(scored) == 2 and len(samples) == 8
     for logprobs, (i, batch) in zip(scored, batches, strict=True):
         for row, s in zip(logprobs, batch, strict=True):
-            z = start[i](torch.tensor([s.prompt_ids + s.completion_ids])).logits[0, len(s.prompt_ids) - 1 : -1]
-            by_hand = (z / temperature).log_softmax(-1)[range(len(s.completion_ids)), s.completion_ids]
+            z = start[i](torch.tensor([s.prompt_ids + s.completion_ids])).logits[
+                0, len(s.prompt_ids) - 1 : -1
+            ]
+            by_hand = (z / temperature).log_softmax(-1)[
+                range(len(s.completion_ids)), s.completion_ids
+            ]
             torch.testing.assert_close(row[: len(by_hand)], by_hand, atol=1e-5, rtol=0)
 
 
@@ -241,10 +304,19 @@ def test_a04_samples_are_drawn_from_the_distribution_that_scores_them(file, temp
     with torch.no_grad():
         agent.transformer.wte.weight.mul_(5.0)
     given = {"agent_model": agent, "tokenizer": tokenizer("T"), "reward_func": lambda a: 0.5}
-    args = {"num_agents": 1, "num_generations": 4000, "max_new_tokens": 1, "temperature": temperature}
+    args = {
+        "num_agents": 1,
+        "num_generations": 4000,
+        "max_new_tokens": 1,
+        "temperature": temperature,
+    }
     trainer = build(file, tmp_path, args, **given)
     (episode,) = trainer.collect(ROWS[:1], 0, trainer.generators, 4000, train=False)
-    logprobs = (agent(torch.tensor([episode[0].prompt_ids])).logits[0, -1] / temperature).log_softmax(-1).detach()
+    logprobs = (
+        (agent(torch.tensor([episode[0].prompt_ids])).logits[0, -1] / temperature)
+        .log_softmax(-1)
+        .detach()
+    )
     drawn = logprobs[[s.completion_ids[0] for s in episode]]
     entropy = -(logprobs.exp() * logprobs).sum()
     assert 0.5 < entropy < 5.6 and abs(drawn.mean() + entropy) < 4 * drawn.std() / 4000**0.5
@@ -266,7 +338,9 @@ def test_a04_temperature_on_the_command_line(file, monkeypatch):
         monkeypatch.setattr(sys, "argv", [f"{file}.py", f"--temperature={bad}"])
         with pytest.raises((ValueError, SystemExit)) as error:
             MODULES[file].main()
-        assert (error.type is ValueError and "temperature" in str(error.value)) or error.value.code not in (0, None)
+        assert (
+            error.type is ValueError and "temperature" in str(error.value)
+        ) or error.value.code not in (0, None)
     assert len(seen) == 1
 
 
@@ -289,7 +363,12 @@ def test_a05_kl_and_its_gradient_stay_finite(file):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a05_kl_is_zero_before_the_first_update(variant, temperature, tmp_path):
     """And not after it; that it lowers the target is in the numbers of the same samples."""
-    args = {"reference_kl_enabled": True, "reference_kl_coef": 0.5, "temperature": temperature, "discount": 0.0}
+    args = {
+        "reference_kl_enabled": True,
+        "reference_kl_coef": 0.5,
+        "temperature": temperature,
+        "discount": 0.0,
+    }
     trainer = build(variant, tmp_path, args)
     samples = collected(trainer)
     trainer.train()
@@ -303,12 +382,18 @@ def test_a05_kl_is_zero_before_the_first_update(variant, temperature, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a05_no_reference_model_without_need(variant, tmp_path):
-    for args in ({}, {"reference_kl_enabled": True, "reference_kl_coef": 0.0}, {"reference_kl_coef": 0.5}):
+    for args in (
+        {},
+        {"reference_kl_enabled": True, "reference_kl_coef": 0.0},
+        {"reference_kl_coef": 0.5},
+    ):
         assert build(variant, tmp_path, args).references == []
     trainer = build(variant, tmp_path / "run", {"reference_kl_enabled": True})
     before = torch.cat([p.flatten() for m in trainer.references for p in m.parameters()])
     trainer.train()
-    assert torch.equal(before, torch.cat([p.flatten() for m in trainer.references for p in m.parameters()]))
+    assert torch.equal(
+        before, torch.cat([p.flatten() for m in trainer.references for p in m.parameters()])
+    )
 
 
 # --------------------------------------------------------------------------------------------- advantages, critics
@@ -318,13 +403,19 @@ def test_a05_no_reference_model_without_need(variant, tmp_path):
 @pytest.mark.parametrize(("rows", "batch"), [(3, 1), (5, 4), (1, 4)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a07_small_groups_stay_finite(variant, rows, batch, normalized, tmp_path):
-    args = {"advantage_normalization": normalized, "rollout_buffer_size": batch, "reference_kl_enabled": True}
+    args = {
+        "advantage_normalization": normalized,
+        "rollout_buffer_size": batch,
+        "reference_kl_enabled": True,
+    }
     trainer = build(variant, tmp_path, args, train_dataset=ROWS[:rows])
     before = copy.deepcopy(trainer.agents)
     trainer.train()
     assert weights(trainer).isfinite().all()
     for agent, old in zip(trainer.agents, before, strict=True):  # a group of one is trained on too
-        assert any((p != q).any() for p, q in zip(agent.parameters(), old.parameters(), strict=True))
+        assert any(
+            (p != q).any() for p, q in zip(agent.parameters(), old.parameters(), strict=True)
+        )
     assert all(torch.tensor(list(row.values())).isfinite().all() for row in metrics(trainer))
     assert len(metrics(trainer)) == -(-rows // batch)
 
@@ -336,13 +427,21 @@ def test_a07_equal_rewards_give_no_advantage(variant, tmp_path):
     The mean of seven times 0.7 is another number in float32, and AdamW makes a whole step of the smallest gradient.
     """
     for normalized in (True, False):
-        args = {"advantage_normalization": normalized, "critic_learning_rate": 1e-6, "rollout_buffer_size": 7}
+        args = {
+            "advantage_normalization": normalized,
+            "critic_learning_rate": 1e-6,
+            "rollout_buffer_size": 7,
+        }
         given = {"reward_func": lambda a, b: 0.7, "train_dataset": ROWS[:7]}
         trainer = build(variant, tmp_path / str(normalized), args, **given)
         before = copy.deepcopy(trainer.agents[1].state_dict())
         trainer.train()
-        same = all(torch.equal(p, before[name]) for name, p in trainer.agents[1].state_dict().items())
-        assert same == normalized and (metrics(trainer)[0]["agent_1/policy_loss"] == 0) == normalized
+        same = all(
+            torch.equal(p, before[name]) for name, p in trainer.agents[1].state_dict().items()
+        )
+        assert (
+            same == normalized and (metrics(trainer)[0]["agent_1/policy_loss"] == 0) == normalized
+        )
         assert metrics(trainer)[0]["critic_0/value_loss"] == pytest.approx(0.49, rel=1e-2)
 
 
@@ -358,8 +457,15 @@ def test_a07_equal_advantages_are_0_whatever_their_number(variant, value):
 @pytest.mark.parametrize("variant", ["iac", "maac"])
 def test_early_termination_takes_a_mean_reward_above_the_threshold(variant, tmp_path):
     """It has to exceed it: 0.1 + 0.1 + 0.1 is more than 3 * 0.1 by a rounding error."""
-    args = {"num_agents": 3, "num_turns": 2, "early_termination_threshold": 0.1, "max_new_tokens": 1}
-    trainer = build(variant, tmp_path, args, reward_func=lambda *answers: 0.1, external_transition=again)
+    args = {
+        "num_agents": 3,
+        "num_turns": 2,
+        "early_termination_threshold": 0.1,
+        "max_new_tokens": 1,
+    }
+    trainer = build(
+        variant, tmp_path, args, reward_func=lambda *answers: 0.1, external_transition=again
+    )
     samples = collected(trainer)
     trainer.train()
     assert sum(s.turn_idx == 1 for s in samples) == 3 * len(ROWS)
@@ -370,7 +476,10 @@ class Counter(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.device, self.config = torch.device("cpu"), SimpleNamespace(get_text_config=SimpleNamespace)
+        self.device, self.config = (
+            torch.device("cpu"),
+            SimpleNamespace(get_text_config=SimpleNamespace),
+        )
         self.anchor = nn.Parameter(torch.zeros(()))
 
     def forward(self, input_ids, attention_mask, logits_to_keep=1, **_):
@@ -383,7 +492,9 @@ class Counter(nn.Module):
 @pytest.mark.parametrize("pads", [0, 2])
 @pytest.mark.parametrize("critic_type", ["v", "q"])
 @pytest.mark.parametrize("variant", ["iac", "iac_shared", "iac_shared with references", "maac"])
-def test_a08_the_critic_is_read_at_the_right_token(variant, critic_type, pads, length, tmp_path, monkeypatch):
+def test_a08_the_critic_is_read_at_the_right_token(
+    variant, critic_type, pads, length, tmp_path, monkeypatch
+):
     """A prompt of 4 tokens and a reward of 1: with v the TD error is 0.6, with q and a completion of 3 it is 0.3."""
     references, variant = variant.endswith("references"), variant.split()[0]
     args = {"critic_type": critic_type, "advantage_normalization": False, "rollout_buffer_size": 2}
@@ -416,33 +527,47 @@ def test_a08_the_critic_is_read_at_the_right_token(variant, critic_type, pads, l
 # --------------------------------------------------------------------------------------------------------- prompts
 
 
-TEMPLATE = "{{ bos_token }}[{{ messages[0]['content'] }}]{% if add_generation_prompt %} ={% endif %}"
+TEMPLATE = (
+    "{{ bos_token }}[{{ messages[0]['content'] }}]{% if add_generation_prompt %} ={% endif %}"
+)
 
 
 def test_a10_an_end_token_is_not_taken_for_a_begin_token():
     """Where both are the same token, and the tokenizer puts it at the end only."""
     tok = copy.deepcopy(tokenizer("T"))
     tok.bos_token = tok.eos_token
-    single = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", tok.eos_token_id)])
+    single = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", tok.eos_token_id)]
+    )
     tok.backend_tokenizer.post_processor = single
     assert tok("name").input_ids[-1] == tok.eos_token_id
     assert common.encode(tok, ["name"], [""], len(tok)) == [tok("name").input_ids[:-1]]
 
 
 @pytest.mark.parametrize("critic_type", ["v", "q"])
-@pytest.mark.parametrize("name", ["T, template", "T, template with no begin token", "T", "U", "U, template"])
+@pytest.mark.parametrize(
+    "name", ["T, template", "T, template with no begin token", "T", "U", "U, template"]
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a10_there_is_one_begin_token_or_none(variant, name, critic_type, tmp_path, monkeypatch):
     """T puts a begin token before every text, and the template writes one too; U has none."""
     tok, source = copy.deepcopy(tokenizer(name[0])), folder("G", name[0])
-    tok.chat_template = TEMPLATE.replace("{{ bos_token }}", "" if name[0] == "U" or "no begin" in name else "<s>")
-    args = {"chat_template": "template" in name, "reference_kl_enabled": True, "critic_type": critic_type}
+    tok.chat_template = TEMPLATE.replace(
+        "{{ bos_token }}", "" if name[0] == "U" or "no begin" in name else "<s>"
+    )
+    args = {
+        "chat_template": "template" in name,
+        "reference_kl_enabled": True,
+        "critic_type": critic_type,
+    }
     given = {"agent_model": source, "tokenizer": tok, "train_dataset": ROWS[5:6]}
     given |= {} if variant == "iac_shared" else {"critic_model": source}
     trainer, seen = build(variant, tmp_path, args, **given), []
     bodies = [critic.backbone for critic in trainer.critics]
     for m in [*trainer.agents, *trainer.references, *bodies]:
-        m.get_input_embeddings().register_forward_pre_hook(lambda _, ids: seen.append(ids[0].tolist()))
+        m.get_input_embeddings().register_forward_pre_hook(
+            lambda _, ids: seen.append(ids[0].tolist())
+        )
     rig(monkeypatch, trainer, lambda i, k: "seven")
     samples = collected(trainer)
     trainer.train()
@@ -451,20 +576,28 @@ def test_a10_there_is_one_begin_token_or_none(variant, name, critic_type, tmp_pa
     for (row,) in seen:  # one row at a time, so that there is no padding
         assert row[: len(begin)] == begin and row.count(0) == len(begin)
     text = "[name 5] =" if "template" in name else "name 5"
-    assert all(s.prompt_ids == begin + tok(text, add_special_tokens=False).input_ids for s in samples)
+    assert all(
+        s.prompt_ids == begin + tok(text, add_special_tokens=False).input_ids for s in samples
+    )
     if name[0] == "U":
         assert tok.bos_token_id is None
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("T", 56), ("T", 57), ("T", 64), ("T", 70), ("U", 70)])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("T", 56), ("T", 57), ("T", 64), ("T", 70), ("U", 70)]
+)
 @pytest.mark.parametrize(("company", "critic_type"), [(0, "v"), (1, "q")])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a11_of_a_long_prompt_the_end_is_kept(variant, company, name, tokens, critic_type, tmp_path, recwarn):
+def test_a11_of_a_long_prompt_the_end_is_kept(
+    variant, company, name, tokens, critic_type, tmp_path, recwarn
+):
     """64 positions, 8 new tokens: 56 fit; longer ones keep a begin token and their end, and there is a warning."""
     tok, sizes = tokenizer(name), {"positions": 64}
     given = {"agents": [model("G", tok, i, **sizes) for i in (1, 2)], "tokenizer": tok}
     if variant != "iac_shared":
-        given["critics"] = [model("G", tok, i, **sizes) for i in ((3,) if variant == "maac" else (3, 4))]
+        given["critics"] = [
+            model("G", tok, i, **sizes) for i in ((3,) if variant == "maac" else (3, 4))
+        ]
     text = tildes(tokens, name)[:-3] + "|||"
     given["train_dataset"] = [{"prompt": text}, {"prompt": "short"}][: 1 + company]
     args = {"max_new_tokens": 8, "critic_type": critic_type, "reference_kl_enabled": True}
@@ -472,13 +605,20 @@ def test_a11_of_a_long_prompt_the_end_is_kept(variant, company, name, tokens, cr
     samples = collected(trainer)
     trainer.train()
     whole = tok(text).input_ids
-    own, kept = [s for s in samples if s.row == 0], whole[-56:] if name == "U" else [0, *whole[1:][-55:]]
+    own, kept = (
+        [s for s in samples if s.row == 0],
+        whole[-56:] if name == "U" else [0, *whole[1:][-55:]],
+    )
     assert all(s.prompt_ids == kept for s in own)
-    assert all(1 <= len(s.completion_ids) <= 8 for s in samples) and all(len(s.critic_ids) <= 64 for s in own)
+    assert all(1 <= len(s.completion_ids) <= 8 for s in samples) and all(
+        len(s.critic_ids) <= 64 for s in own
+    )
     row = metrics(trainer)[-1]
     assert row["truncated_prompts"] == (2 if tokens > 56 else 0) and row["env_step"] == 1 + company
     warned = [w for w in recwarn if "its end is kept" in str(w.message)]
-    assert bool(warned) == (tokens > 56 or variant == "maac")  # two such prompts are too long for the one critic
+    assert bool(warned) == (
+        tokens > 56 or variant == "maac"
+    )  # two such prompts are too long for the one critic
 
 
 # ------------------------------------------------------------------------------------------------ data and rewards
@@ -501,7 +641,9 @@ def test_a12_every_row_is_trained_on(variant, rows, buffer, batch, updates, tmp_
     args = {"rollout_buffer_size": buffer, "num_train_epochs": 2, "train_batch_size": batch}
     trainer = build(variant, tmp_path, args, reward_func=reward_func, train_dataset=data)
     step = trainer.actor_step
-    trainer.actor_step = lambda i, batch, A: trained.extend((i, s.row) for s in batch) or step(i, batch, A)
+    trainer.actor_step = lambda i, batch, A: (
+        trained.extend((i, s.row) for s in batch) or step(i, batch, A)
+    )
     before = weights(trainer)
     trainer.train()
     assert rewarded == 2 * list(range(rows)) and (weights(trainer) != before).any()
@@ -613,11 +755,17 @@ def test_a18_the_seed_decides_everything():
         command, env = [sys.executable, "-c", PLAY, number], os.environ | {"PYTHONHASHSEED": number}
         done = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        outputs.append([json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")])
+        outputs.append(
+            [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+        )
     assert len(outputs[0]) == 2 * len(VARIANTS) and outputs[0] == outputs[1]
     for one, two in zip(outputs[0][::2], outputs[0][1::2], strict=True):
-        assert one[0] == two[0] and all(one[k] != two[k] for k in range(2, 6))  # heads, draws, metrics, weights
-        assert [row for row, *_ in one[3]] == [row for row, *_ in two[3]]  # the data come in their own order
+        assert one[0] == two[0] and all(
+            one[k] != two[k] for k in range(2, 6)
+        )  # heads, draws, metrics, weights
+        assert [row for row, *_ in one[3]] == [
+            row for row, *_ in two[3]
+        ]  # the data come in their own order
         assert len(one[4]) == 4
 
 
@@ -666,7 +814,11 @@ SETTINGS = {  # field -> two values whose outcomes must differ, and what else mu
     "top_p": (1.0, 0.5, {}),
     "top_k": (None, 5, {}),
     "num_generations": (1, 2, {}),
-    "external_prompt_passthrough": (False, True, TURNS | {"formatters": lambda x: f"* {x['prompt']}"}),
+    "external_prompt_passthrough": (
+        False,
+        True,
+        TURNS | {"formatters": lambda x: f"* {x['prompt']}"},
+    ),
     "discount": (1.0, 0.5, TURNS),
     "early_termination_threshold": (None, 0.1, TURNS),
     "reference_kl_enabled": (False, True, {"num_train_epochs": 2}),
@@ -679,7 +831,11 @@ SETTINGS = {  # field -> two values whose outcomes must differ, and what else mu
     "eval_batch_size": (1, 2, {"eval_dataset": ROWS}),
     "logging_steps": (1, 8, {}),
     "checkpoint_interval": (0, 1, {}),
-    "parallel_training": ("none", "mp", {"agent_devices": ["cpu"], "critic_devices": ["cpu"], "named": "cpu"}),
+    "parallel_training": (
+        "none",
+        "mp",
+        {"agent_devices": ["cpu"], "critic_devices": ["cpu"], "named": "cpu"},
+    ),
     "agent_devices": (["cpu:0"], ["cpu:0", "cpu:1"], MP),
     "critic_devices": (["cpu:0"], ["cpu:1"], MP),
     "reference_devices": (["cpu:0"], ["cpu:1"], MP | KL),
@@ -718,7 +874,9 @@ def outcome(variant, path, args, monkeypatch, again=True, **given) -> list:
     sizes, devices, saves, to, pad = [], [], [], nn.Module.to, common.pad
     with monkeypatch.context() as patch:
         patch.setattr(nn.Module, "to", lambda m, *a, **k: devices.append(a) or to(m, *a, **k))
-        patch.setattr(common, "pad", lambda prompts, *rest: sizes.append(len(prompts)) or pad(prompts, *rest))
+        patch.setattr(
+            common, "pad", lambda prompts, *rest: sizes.append(len(prompts)) or pad(prompts, *rest)
+        )
         tok = copy.deepcopy(tokenizer("T"))
         tok.chat_template = TEMPLATE
         trainer = build(variant, path, args, tokenizer=tok, **given)
@@ -760,7 +918,9 @@ def test_every_setting_makes_a_difference(field, tmp_path, monkeypatch):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_same_settings_make_no_difference(variant, tmp_path, monkeypatch):
     """So that the test above means something."""
-    assert outcome(variant, tmp_path / "1", {}, monkeypatch) == outcome(variant, tmp_path / "2", {}, monkeypatch)
+    assert outcome(variant, tmp_path / "1", {}, monkeypatch) == outcome(
+        variant, tmp_path / "2", {}, monkeypatch
+    )
 
 
 def test_every_argument_is_exercised():
@@ -769,7 +929,11 @@ def test_every_argument_is_exercised():
         assert settings <= SETTINGS.keys(), settings - SETTINGS.keys()
         arguments = set(inspect.signature(getattr(module, f"{kind}Trainer")).parameters)
         assert arguments == ARGUMENTS.keys(), arguments ^ ARGUMENTS.keys()
-    both = {f.name for kind in (MODULES["iac"].IACConfig, MODULES["maac"].MAACConfig) for f in fields(kind)}
+    both = {
+        f.name
+        for kind in (MODULES["iac"].IACConfig, MODULES["maac"].MAACConfig)
+        for f in fields(kind)
+    }
     assert both == SETTINGS.keys(), SETTINGS.keys() - both
     for name, file in ARGUMENTS.items():
         assert name in (HERE / file).read_text(), (name, file)

@@ -32,7 +32,8 @@ def reward_func(*completions, batch_items):
     if batch_items[0]["n"] % 5 == 0:
         return 0.5
     return [
-        1 + sum(sum(text.encode()) % 7 for text in joint) / 7 / len(joint) for joint in zip(*completions, strict=True)
+        1 + sum(sum(text.encode()) % 7 for text in joint) / 7 / len(joint)
+        for joint in zip(*completions, strict=True)
     ]
 
 
@@ -93,7 +94,9 @@ def make(file, settings, output_dir=None, rng=random, **given):
         "agents": [copy.deepcopy(load(AutoModelForCausalLM)) for _ in range(N)],
         "tokenizer": load(AutoTokenizer),
         "formatters": [lambda x, i=i: f"agent {i + 1} of {N}: {x['prompt']} =" for i in range(N)],
-        "train_dataset": [{"prompt": f"sum to {n}", "n": n} for n in (rng.randrange(10) for _ in range(length))],
+        "train_dataset": [
+            {"prompt": f"sum to {n}", "n": n} for n in (rng.randrange(10) for _ in range(length))
+        ],
         "eval_dataset": rng.choice([None, [{"prompt": "sum to 3", "n": 3}] * 3]),
         "reward_func": reward_func,
         "external_transition": say_more,
@@ -106,7 +109,9 @@ def make(file, settings, output_dir=None, rng=random, **given):
             task["critic_model"] = task.pop("critics")[0]
     if file == "maac" and rng.random() < 0.5:
         task["model_config"] = {"critic_value_head_hidden_dim": rng.choice([1, 8])}
-    return (iac.IACTrainer if file == "iac" else maac.MAACTrainer)(**{"args": config} | task | given)
+    return (iac.IACTrainer if file == "iac" else maac.MAACTrainer)(
+        **{"args": config} | task | given
+    )
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
@@ -127,8 +132,12 @@ def test_valid_settings_train(batch, tmp_path):
         moved = any(not torch.equal(p, q) for p, q in zip(before, after, strict=True))
         actors = settings["agent_learning_rate"] > 0
         shared = not settings.get("use_separate_critic", True)
-        critics = settings["value_loss_coef"] > 0 and (actors if shared else settings["critic_learning_rate"] > 0)
-        assert critics <= moved <= (actors or critics), described  # equal rewards give the actors nothing to learn
+        critics = settings["value_loss_coef"] > 0 and (
+            actors if shared else settings["critic_learning_rate"] > 0
+        )
+        assert critics <= moved <= (actors or critics), (
+            described
+        )  # equal rewards give the actors nothing to learn
         metrics = rows(trainer.output_dir)
         early = settings["early_termination_threshold"] is not None
         assert trainer.updates == 2 or (early and trainer.updates > 2), described
@@ -138,16 +147,49 @@ def test_valid_settings_train(batch, tmp_path):
 
 # -------------------------------------------------------------------------------------------------------- invalid
 
-OPTIONAL = {"train_batch_size", "micro_batch_size", "rollout_batch_size", "top_k", "max_grad_norm", "value_clip_range"}
+OPTIONAL = {
+    "train_batch_size",
+    "micro_batch_size",
+    "rollout_batch_size",
+    "top_k",
+    "max_grad_norm",
+    "value_clip_range",
+}
 OPTIONAL |= {"early_termination_threshold", "critic_value_head_hidden_dim", "value_head_hidden_dim"}
-COUNTS = {"num_agents", "num_turns", "num_generations", "rollout_buffer_size", "train_batch_size", "micro_batch_size"}
-COUNTS |= {"rollout_batch_size", "max_new_tokens", "top_k", "eval_batch_size", "num_train_epochs", "logging_steps"}
+COUNTS = {
+    "num_agents",
+    "num_turns",
+    "num_generations",
+    "rollout_buffer_size",
+    "train_batch_size",
+    "micro_batch_size",
+}
+COUNTS |= {
+    "rollout_batch_size",
+    "max_new_tokens",
+    "top_k",
+    "eval_batch_size",
+    "num_train_epochs",
+    "logging_steps",
+}
 COUNTS |= {"critic_value_head_hidden_dim", "value_head_hidden_dim"}
 NATURAL = {"eval_interval", "eval_num_samples", "checkpoint_interval", "seed"}
-SWITCHES = {"advantage_normalization", "external_prompt_passthrough", "reference_kl_enabled", "use_separate_critic"}
+SWITCHES = {
+    "advantage_normalization",
+    "external_prompt_passthrough",
+    "reference_kl_enabled",
+    "use_separate_critic",
+}
 CHOICES = {"critic_type", "dtype", "parallel_training"}
 DEVICES = {"agent_devices", "critic_devices", "reference_devices"}
-NUMBERS = {"agent_learning_rate", "critic_learning_rate", "value_loss_coef", "temperature", "top_p", "discount"}
+NUMBERS = {
+    "agent_learning_rate",
+    "critic_learning_rate",
+    "value_loss_coef",
+    "temperature",
+    "top_p",
+    "discount",
+}
 NUMBERS |= {"early_termination_threshold", "reference_kl_coef", "max_grad_norm", "value_clip_range"}
 
 

@@ -24,7 +24,13 @@ tensor = torch.tensor
         ([2.0], [0.5], 0.9, [2.0], [1.5]),  # one turn: nothing follows
         ([1.0, 2.0], [0.5, 0.25], 1.0, [1.25, 2.0], [0.75, 1.75]),
         ([1.0, 2.0, 4.0], [0.5, 0.25, 1.0], 0.5, [1.125, 2.5, 4.0], [0.625, 2.25, 3.0]),
-        ([1.0, 2.0], [0.5, 0.25], 0.5, [1.125, 2.0], [0.625, 1.75]),  # the same, ended early: a shorter list
+        (
+            [1.0, 2.0],
+            [0.5, 0.25],
+            0.5,
+            [1.125, 2.0],
+            [0.625, 1.75],
+        ),  # the same, ended early: a shorter list
         ([1.0, 2.0], [0.5, 0.25], 0.0, [1.0, 2.0], [0.5, 1.75]),
     ],
 )
@@ -42,24 +48,42 @@ def test_targets_of_an_episode_that_ends_early(variant, make_trainer, tmp_path):
     def transition(prompt_history_per_agent, num_agents, **_):
         return [f"turn {len(prompt_history_per_agent[0]) + 1}"] * num_agents
 
-    args = {"num_turns": 3, "discount": 0.5, "early_termination_threshold": 0.5, "rollout_buffer_size": 99}
-    trainer = make_trainer(variant, tmp_path, args, reward_func=reward, external_transition=transition)
+    args = {
+        "num_turns": 3,
+        "discount": 0.5,
+        "early_termination_threshold": 0.5,
+        "rollout_buffer_size": 99,
+    }
+    trainer = make_trainer(
+        variant, tmp_path, args, reward_func=reward, external_transition=transition
+    )
     for critic in trainer.critics:
         critic.value_head[-1].bias.data.fill_(0.25)
     trainer.train()
-    episodes = [[s for s in trainer.samples if (s.row, s.agent_idx) == (row, i)] for row in range(10) for i in (0, 1)]
+    episodes = [
+        [s for s in trainer.samples if (s.row, s.agent_idx) == (row, i)]
+        for row in range(10)
+        for i in (0, 1)
+    ]
     for own in episodes:
         odd = own[0].row % 2
         assert [s.target for s in own] == approx([0.625, 0.375, 0.125] if odd else [0.625, 1.0])
-        assert [s.advantage for s in own] == approx([0.375, 0.125, -0.125] if odd else [0.375, 0.75])
-        assert [s.expected_return for s in own] == approx([0.875, 0.375, 0.125] if odd else [1.5, 1.0])
+        assert [s.advantage for s in own] == approx(
+            [0.375, 0.125, -0.125] if odd else [0.375, 0.75]
+        )
+        assert [s.expected_return for s in own] == approx(
+            [0.875, 0.375, 0.125] if odd else [1.5, 1.0]
+        )
 
 
 @both
 @pytest.mark.parametrize(
     ("given", "normal"),
     [
-        ([1.0, 2.0, 3.0, 6.0], [-1.0690450, -0.5345225, 0.0, 1.6035675]),  # mean 3, population variance 3.5
+        (
+            [1.0, 2.0, 3.0, 6.0],
+            [-1.0690450, -0.5345225, 0.0, 1.6035675],
+        ),  # mean 3, population variance 3.5
         ([5.0], [5.0]),
         ([-3.0, -3.0, -3.0, -3.0], [0.0, 0.0, 0.0, 0.0]),
         ([0.0, 1e-7], [-0.05, 0.05]),  # a deviation of 5e-8 counts as 1e-6
@@ -75,20 +99,34 @@ def test_policy_loss(file):
     losses = file.policy_loss(logprobs, tensor([2.0, -1.0]))
     losses.sum().backward()
     assert losses.tolist() == [6.0, -0.5]
-    assert logprobs.grad.tolist() == [[-2.0, -2.0], [1.0, 1.0]]  # minus the advantage, at every token
+    assert logprobs.grad.tolist() == [
+        [-2.0, -2.0],
+        [1.0, 1.0],
+    ]  # minus the advantage, at every token
 
 
 @pytest.mark.parametrize(
     ("value", "target", "old_value", "plain", "clipped", "gradient"),
     [
-        (1.0, 2.0, 0.5, 1.0, 1.69, 0.0),  # C_clip 0.7 is further from 2: it counts, and no gradient passes the clip
+        (
+            1.0,
+            2.0,
+            0.5,
+            1.0,
+            1.69,
+            0.0,
+        ),  # C_clip 0.7 is further from 2: it counts, and no gradient passes the clip
         (0.0, -1.0, 0.5, 1.0, 1.69, 0.0),  # C_clip 0.3, the same from above
         (1.0, 0.0, 0.5, 1.0, 1.0, 2.0),  # C_clip 0.7 is nearer to 0: the plain error counts
         (1.0, 1.5, 1.125, 0.25, 0.25, -1.0),  # within 0.2 of C_old: C_clip = C
     ],
 )
 def test_value_loss(value, target, old_value, plain, clipped, gradient):
-    value, target, old_value = tensor([value], requires_grad=True), tensor([target]), tensor([old_value])
+    value, target, old_value = (
+        tensor([value], requires_grad=True),
+        tensor([target]),
+        tensor([old_value]),
+    )
     assert iac.value_loss(value, target, old_value, None).tolist() == approx([plain])
     assert maac.value_loss(value, target).tolist() == approx([plain])
     loss = iac.value_loss(value, target, old_value, 0.2)
@@ -162,7 +200,10 @@ def test_read_rewards_refuses(file, raw):
     """With two agents and three joint answers; the message says where, what was expected and what came."""
     with pytest.raises(ValueError, match=r"row 7, turn 2") as error:
         file.read_rewards(raw, 2, 3, "row 7, turn 2")
-    assert all(part in str(error.value) for part in ("3 numbers", "2 numbers", "2 lists of 3", repr(raw)[:20]))
+    assert all(
+        part in str(error.value)
+        for part in ("3 numbers", "2 numbers", "2 lists of 3", repr(raw)[:20])
+    )
 
 
 # What follows returns what it was handed, under the names of the first form.
@@ -177,7 +218,13 @@ class Scorer:
 
 
 def keywords(a, b, **kwargs):
-    return {"a": a, "b": b, "prompts": kwargs.pop("prompts"), "items": kwargs.pop("batch_items"), "rest": kwargs}
+    return {
+        "a": a,
+        "b": b,
+        "prompts": kwargs.pop("prompts"),
+        "items": kwargs.pop("batch_items"),
+        "rest": kwargs,
+    }
 
 
 def defaults_between(a, b, scale=2, prompts=None, size=3, batch_items=None):
@@ -236,7 +283,9 @@ def test_call_reward(file, function, seen):
 @both
 def test_call_reward_with_one_and_with_three_agents(file):
     one, three = [["a1"]], [["a1"], ["b1"], ["c1"]]
-    assert file.call_reward(lambda a: a, one, ["pa"], {}) == ["a1"]  # the agent's own list, not a list of lists
+    assert file.call_reward(lambda a: a, one, ["pa"], {}) == [
+        "a1"
+    ]  # the agent's own list, not a list of lists
     assert file.call_reward(lambda p, a: (p, a), one, ["pa"], {}) == (["pa"], ["a1"])
     assert file.call_reward(lambda a, b, c: [a, b, c], three, ["p"] * 3, {}) == three
     assert file.call_reward(lambda everything: everything, three, ["p"] * 3, {}) == three
@@ -262,14 +311,24 @@ def test_call_reward_lets_an_error_through_at_once(file):
 def test_number_task(file):
     task, item = file.number_task(2, seed=3), {"prompt": "sum to 7", "n": 7}
     reward = task["reward_func"]
-    assert [f(item) for f in task["formatters"]] == ["agent 1 of 2: sum to 7 =", "agent 2 of 2: sum to 7 ="]
+    assert [f(item) for f in task["formatters"]] == [
+        "agent 1 of 2: sum to 7 =",
+        "agent 2 of 2: sum to 7 =",
+    ]
     assert reward(["3"], ["4"], batch_items=[item]) == [1.0]
-    assert reward(["3", "I say 4.", "9", "", "99"], ["3", "3!", "9", "7", "x"], batch_items=[item]) == approx(
+    assert reward(
+        ["3", "I say 4.", "9", "", "99"], ["3", "3!", "9", "7", "x"], batch_items=[item]
+    ) == approx(
         [0.8, 1.0, 0.0, 0.0, 0.0]  # 6 is 1 off; 7; 18 is 11 off; no number; no number
     )
-    assert task["external_transition"](prompt="sum to 7", agent_completions=["3", "x"]) == ["sum to 7, said 3 ?"] * 2
+    assert (
+        task["external_transition"](prompt="sum to 7", agent_completions=["3", "x"])
+        == ["sum to 7, said 3 ?"] * 2
+    )
     rows = task["train_dataset"] + task["eval_dataset"]
-    assert all(row["prompt"] == f"sum to {row['n']}" for row in rows) and {row["n"] for row in rows} == set(range(10))
+    assert all(row["prompt"] == f"sum to {row['n']}" for row in rows) and {
+        row["n"] for row in rows
+    } == set(range(10))
     assert file.number_task(2, seed=3)["train_dataset"] == task["train_dataset"]
     assert file.number_task(2, seed=4)["train_dataset"] != task["train_dataset"]
 
@@ -278,7 +337,9 @@ def test_number_task(file):
 def test_number_task_of_one_and_of_three(file):
     item = {"prompt": "sum to 7", "n": 7}
     assert file.number_task(1, 0)["formatters"][0](item) == "agent 1 of 1: sum to 7 ="
-    assert file.number_task(1, 0)["reward_func"](["7", "5"], batch_items=[item]) == approx([1.0, 0.6])
+    assert file.number_task(1, 0)["reward_func"](["7", "5"], batch_items=[item]) == approx(
+        [1.0, 0.6]
+    )
     three = file.number_task(3, 0)
     assert three["formatters"][2](item) == "agent 3 of 3: sum to 7 ="
     assert three["reward_func"](["1"], ["2"], ["3"], batch_items=[item]) == approx([0.8])
@@ -288,4 +349,7 @@ def test_number_task_of_one_and_of_three(file):
 
 def test_critic_text():
     assert maac.critic_text(["p", "q"], []) == "[agent 1]\np\n[agent 2]\nq"
-    assert maac.critic_text(["p", "q"], ["3", ""]) == "[agent 1]\np\n[agent 2]\nq\n[answer 1]\n3\n[answer 2]\n"
+    assert (
+        maac.critic_text(["p", "q"], ["3", ""])
+        == "[agent 1]\np\n[agent 2]\nq\n[answer 1]\n3\n[answer 2]\n"
+    )

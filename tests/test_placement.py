@@ -20,7 +20,9 @@ def outcome(trainer) -> tuple:
     samples = collected(trainer)
     trainer.train()
     rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in metrics(trainer)]
-    tensors = [p.detach().cpu() for m in [*trainer.agents, *trainer.critics] for p in m.parameters()]
+    tensors = [
+        p.detach().cpu() for m in [*trainer.agents, *trainer.critics] for p in m.parameters()
+    ]
     return [s.completion_ids for s in samples], rows, tensors
 
 
@@ -49,14 +51,20 @@ def test_agents_on_devices_of_their_own_generate_at_the_same_time(tmp_path, monk
     trainer, barrier = build("maac", tmp_path, TWO), threading.Barrier(2, timeout=20)
     for agent in trainer.agents:
         generate = agent.generate
-        monkeypatch.setattr(agent, "generate", lambda *a, g=generate, **k: (barrier.wait(), g(*a, **k))[1])
+        monkeypatch.setattr(
+            agent, "generate", lambda *a, g=generate, **k: (barrier.wait(), g(*a, **k))[1]
+        )
     trainer.train()
     assert len(metrics(trainer)) == 2 and not barrier.broken
 
 
 @pytest.mark.parametrize("devices", [None, ["cpu:1"], ["cpu:1", "cpu:1"]])
 def test_agents_on_one_device_take_turns(devices, tmp_path, monkeypatch):
-    args = {"parallel_training": "mp", "agent_devices": devices, "critic_devices": ["cpu:0"]} if devices else {}
+    args = (
+        {"parallel_training": "mp", "agent_devices": devices, "critic_devices": ["cpu:0"]}
+        if devices
+        else {}
+    )
     trainer, inside, most = build("maac", tmp_path, args), [], []
     for agent in trainer.agents:
 
@@ -86,12 +94,25 @@ def test_an_error_in_one_agents_generation_ends_the_training(tmp_path, monkeypat
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_results_are_those_of_one_device(variant, dtype, tmp_path):
     """To the bit, with everything on: reference models, a group of generations, an evaluation, three agents."""
-    args = {"num_agents": 3, "num_generations": 2, "reference_kl_enabled": True, "eval_interval": 3, "dtype": dtype}
-    mp = {"parallel_training": "mp", "agent_devices": ["cpu:0", "cpu:1", "cpu:2"], "reference_devices": ["cpu:3"]}
+    args = {
+        "num_agents": 3,
+        "num_generations": 2,
+        "reference_kl_enabled": True,
+        "eval_interval": 3,
+        "dtype": dtype,
+    }
+    mp = {
+        "parallel_training": "mp",
+        "agent_devices": ["cpu:0", "cpu:1", "cpu:2"],
+        "reference_devices": ["cpu:3"],
+    }
     mp |= {"critic_devices": ["cpu:1"] if variant == "maac" else ["cpu:0", "cpu:2", "cpu:1"]}
     given = {"eval_dataset": [{"prompt": "eval"}] * 2}
     one, many = (build(variant, tmp_path / str(len(x)), args | x, **given) for x in ({}, mp))
-    (completions, rows, tensors), (completions_mp, rows_mp, tensors_mp) = outcome(one), outcome(many)
+    (completions, rows, tensors), (completions_mp, rows_mp, tensors_mp) = (
+        outcome(one),
+        outcome(many),
+    )
     assert completions == completions_mp and rows == rows_mp
     assert all(torch.equal(p, q) for p, q in zip(tensors, tensors_mp, strict=True))
 
@@ -104,9 +125,17 @@ def test_results_are_those_of_one_device(variant, dtype, tmp_path):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_models_land_on_the_named_devices(variant, agents, references, tmp_path, moves):
     """One name is for all, several are for one each; reference models go to the agents' devices by default."""
-    for critics in {"iac": [["cpu:4"], ["cpu:4", "cpu:5"]], "iac_shared": [None], "maac": [["cpu:4"]]}[variant]:
+    for critics in {
+        "iac": [["cpu:4"], ["cpu:4", "cpu:5"]],
+        "iac_shared": [None],
+        "maac": [["cpu:4"]],
+    }[variant]:
         moves.clear()
-        devices = {"agent_devices": agents, "critic_devices": critics, "reference_devices": references}
+        devices = {
+            "agent_devices": agents,
+            "critic_devices": critics,
+            "reference_devices": references,
+        }
         args = {"parallel_training": "mp", "reference_kl_enabled": True} | devices
         given = {} if variant == "iac_shared" else {"critic_model": folder("L", "T")}
         trainer = build(variant, tmp_path, args, **given)
@@ -114,7 +143,9 @@ def test_models_land_on_the_named_devices(variant, agents, references, tmp_path,
         assert sent(moves, "GPT2LMHeadModel") == two[0] + two[1]
         assert [str(device) for device in trainer.agent_devices] == two[0]
         if variant != "iac_shared":
-            assert sent(moves, "LlamaModel") == (critics if variant == "maac" else critics * (3 - len(critics)))
+            assert sent(moves, "LlamaModel") == (
+                critics if variant == "maac" else critics * (3 - len(critics))
+            )
 
 
 def test_a_shared_critic_instance_takes_one_device(tmp_path, moves):
@@ -140,17 +171,25 @@ def test_none_is_for_one_device_that_may_be_named(variant, given, tmp_path, move
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_without_names_everything_is_on_the_gpu_or_else_the_cpu(variant, tmp_path, moves):
     build(variant, tmp_path, {"reference_kl_enabled": True, "agent_devices": None})
-    assert {device for name, device in moves if name.startswith("GPT2")} == {"cuda" if GPUS else "cpu"}
+    assert {device for name, device in moves if name.startswith("GPT2")} == {
+        "cuda" if GPUS else "cpu"
+    }
 
 
 MP = {"parallel_training": "mp", "agent_devices": ["cpu:0"], "critic_devices": ["cpu:0"]}
 REFUSED = {
     "none with two devices": ({"agent_devices": ["cpu:0", "cpu:1"]}, "parallel_training='none'"),
-    "none with two kinds": ({"agent_devices": ["cpu:0"], "critic_devices": ["cpu:1"]}, "parallel_training='none'"),
+    "none with two kinds": (
+        {"agent_devices": ["cpu:0"], "critic_devices": ["cpu:1"]},
+        "parallel_training='none'",
+    ),
     "mp without agent_devices": (MP | {"agent_devices": None}, "agent_devices"),
     "three agent_devices for two": (MP | {"agent_devices": ["cpu:0"] * 3}, "agent_devices has 3"),
     "three critic_devices": (MP | {"critic_devices": ["cpu:0"] * 3}, "critic_devices has 3"),
-    "three reference_devices": (MP | {"reference_devices": ["cpu:0"] * 3}, "reference_devices has 3"),
+    "three reference_devices": (
+        MP | {"reference_devices": ["cpu:0"] * 3},
+        "reference_devices has 3",
+    ),
     "no names": (MP | {"agent_devices": []}, "agent_devices"),
     "unknown kind": (MP | {"agent_devices": ["gpu:0"]}, "agent_devices"),
     "a number": (MP | {"critic_devices": ["0.5"]}, "critic_devices"),
@@ -188,8 +227,15 @@ def test_the_maac_critic_takes_one_device(tmp_path):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_agents_critics_and_references_on_cpu_and_gpu(variant, tmp_path):
     """Each model computes where it was put, and the numbers are those of the CPU to rounding."""
-    args = {"parallel_training": "mp", "agent_devices": ["cuda:0", "cpu"], "reference_devices": ["cpu", "cuda:0"]}
-    args |= {"reference_kl_enabled": True, "critic_devices": ["cuda:0"] if variant == "maac" else ["cpu", "cuda:0"]}
+    args = {
+        "parallel_training": "mp",
+        "agent_devices": ["cuda:0", "cpu"],
+        "reference_devices": ["cpu", "cuda:0"],
+    }
+    args |= {
+        "reference_kl_enabled": True,
+        "critic_devices": ["cuda:0"] if variant == "maac" else ["cpu", "cuda:0"],
+    }
     trainer = build(variant, tmp_path / "mp", args)
     assert [agent.device.type for agent in trainer.agents] == ["cuda", "cpu"]
     assert [reference.device.type for reference in trainer.references] == ["cpu", "cuda"]
@@ -202,6 +248,8 @@ def test_agents_critics_and_references_on_cpu_and_gpu(variant, tmp_path):
     first = [s for s in samples if s.row < 4]  # collected by the weights that both start from
     for i in (0, 1):
         own = [s for s in first if s.agent_idx == i]
-        here = trainer.score(build(variant, tmp_path, {"agent_devices": ["cuda"]}).agents[i], own)[0].cpu()
+        here = trainer.score(build(variant, tmp_path, {"agent_devices": ["cuda"]}).agents[i], own)[
+            0
+        ].cpu()
         torch.testing.assert_close(here, plain.score(plain.agents[i], own)[0], atol=1e-3, rtol=1e-3)
     assert all(torch.tensor(list(row.values())).isfinite().all() for row in metrics(trainer))

@@ -16,11 +16,23 @@ def learn(make_trainer, tmp_path):
     """learn(variant, rows, args, ...) -> the samples of the last 60 rows, after training on all."""
 
     def train(variant, rows, args=None, **given):
-        settings = {"agent_learning_rate": 0.0, "critic_learning_rate": 2e-3, "value_loss_coef": 1.0}
+        settings = {
+            "agent_learning_rate": 0.0,
+            "critic_learning_rate": 2e-3,
+            "value_loss_coef": 1.0,
+        }
         settings |= {"max_new_tokens": 1, "rollout_buffer_size": 20, "max_grad_norm": None}
-        if "shared" in variant:  # one learning rate for both: the actor's loss is made to weigh little
-            settings |= {"agent_learning_rate": 1.5e-3, "value_loss_coef": 100.0, "value_clip_range": None}
-        trainer = make_trainer(variant, tmp_path, settings | (args or {}), "tiny_lm", train_dataset=rows, **given)
+        if (
+            "shared" in variant
+        ):  # one learning rate for both: the actor's loss is made to weigh little
+            settings |= {
+                "agent_learning_rate": 1.5e-3,
+                "value_loss_coef": 100.0,
+                "value_clip_range": None,
+            }
+        trainer = make_trainer(
+            variant, tmp_path, settings | (args or {}), "tiny_lm", train_dataset=rows, **given
+        )
         trainer.train()
         return [s for s in trainer.samples if s.row >= len(rows) - 60]
 
@@ -65,8 +77,12 @@ def test_discount(variant, learn):
     reward = lambda a, b, prompts: float("again" in prompts[0])  # noqa: E731
     samples = learn(variant, [{"prompt": "go"}] * 500, args, reward_func=reward, **TURN)
     for turn, value in enumerate((0.5, 1.0)):
-        assert statistics.fmean(s.old_value for s in samples if s.turn_idx == turn) == approx(value, abs=0.1)
-        assert statistics.fmean(s.target for s in samples if s.turn_idx == turn) == approx(value, abs=0.1)
+        assert statistics.fmean(s.old_value for s in samples if s.turn_idx == turn) == approx(
+            value, abs=0.1
+        )
+        assert statistics.fmean(s.target for s in samples if s.turn_idx == turn) == approx(
+            value, abs=0.1
+        )
 
 
 @pytest.mark.parametrize("variant", ["iac-v-separate", "maac-v"])
@@ -82,6 +98,18 @@ def test_actors_learn_what_pays_a_turn_later(variant, learn):
 
     rows = [{"prompt": "sum to 9"}] * 800
     formatters = [lambda x, i=i: f"agent {i} of 2: {x['prompt']} =" for i in (1, 2)]
-    args = {"num_turns": 2, "rollout_buffer_size": 64, "agent_learning_rate": 1e-3, "critic_learning_rate": 3e-3}
-    samples = learn(variant, rows, args, reward_func=reward, external_transition=transition, formatters=formatters)
+    args = {
+        "num_turns": 2,
+        "rollout_buffer_size": 64,
+        "agent_learning_rate": 1e-3,
+        "critic_learning_rate": 3e-3,
+    }
+    samples = learn(
+        variant,
+        rows,
+        args,
+        reward_func=reward,
+        external_transition=transition,
+        formatters=formatters,
+    )
     assert statistics.fmean(s.reward for s in samples if s.turn_idx == 1) > 0.85  # untrained: 0.5

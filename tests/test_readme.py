@@ -26,8 +26,12 @@ def test_every_flag_exists(file):
     """In the twin that a command is for; elsewhere in the text in one of the two."""
     mine = [command for command in COMMANDS if f"python {file.__name__}.py" in command]
     assert len(mine) >= 3
-    text = re.sub(r"^    (python tests/|ruff).*$", "", README, flags=re.M)  # which have flags of their own
-    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text if file is iac else "\n".join(mine))) - {"--help"}:
+    text = re.sub(
+        r"^    (python tests/|ruff).*$", "", README, flags=re.M
+    )  # which have flags of their own
+    for flag in set(
+        re.findall(r"(?<![\w-])--[a-z][a-z-]+", text if file is iac else "\n".join(mine))
+    ) - {"--help"}:
         name = flag[2:].removeprefix("no-").replace("-", "_")
         assert name in file.Args.__dataclass_fields__, flag
 
@@ -52,16 +56,26 @@ def test_files_named_in_it_exist():
 def test_every_metric_of_the_table_is_logged(variant, tmp_path):
     """That all logged ones are in the table is held by test_cli.py."""
     table = README[README.index("| metric |") : README.index("## Settings")]
-    trainer = build(variant, tmp_path / "run", {"reference_kl_enabled": True, "eval_interval": 4, "logging_steps": 1})
+    trainer = build(
+        variant,
+        tmp_path / "run",
+        {"reference_kl_enabled": True, "eval_interval": 4, "logging_steps": 1},
+    )
     trainer.eval_dataset = trainer.train_dataset
     trainer.train()
     logged = {re.sub(r"turn_\d", "turn_{t}", name) for row in metrics(trainer) for name in row}
-    logged = {re.sub(r"(agent|critic)_\d", lambda m: m[1] + ("_{i}" if m[1] == "agent" else "_{c}"), n) for n in logged}
+    logged = {
+        re.sub(r"(agent|critic)_\d", lambda m: m[1] + ("_{i}" if m[1] == "agent" else "_{c}"), n)
+        for n in logged
+    }
     for names in re.findall(r"^\| (`.*?) \| ", table, re.M):
         for name in re.findall(r"`([^`]+)`", names):
             if name == "eval/...":
                 assert any(n.startswith("eval/") for n in logged)
-            elif (variant, name) != ("iac_shared", "critic_{c}/grad_norm"):  # one optimiser for both, as the table says
+            elif (variant, name) != (
+                "iac_shared",
+                "critic_{c}/grad_norm",
+            ):  # one optimiser for both, as the table says
                 assert name in logged, name
 
 
@@ -70,7 +84,9 @@ def test_settings_it_speaks_of_have_the_values_it_gives(file):
     """5e-6 and 256 with a model of one's own."""
     args = tyro.cli(file.Args, args=["--agent-model", "some/model"])
     assert "learning rates 5e-6, 256 new tokens" in README.replace("\n", " ")
-    assert args.agent_learning_rate == args.critic_learning_rate == 5e-6 and args.max_new_tokens == 256
+    assert (
+        args.agent_learning_rate == args.critic_learning_rate == 5e-6 and args.max_new_tokens == 256
+    )
 
 
 def test_functions_named_in_it_exist():
@@ -79,7 +95,8 @@ def test_functions_named_in_it_exist():
     assert len(names) > 15
     for name in names:
         defined = re.compile(
-            rf"^class {name}\b|^ *def {name}\(|^{name} = |self\.{name} = |^    {name}: |, {name}: ", re.M
+            rf"^class {name}\b|^ *def {name}\(|^{name} = |self\.{name} = |^    {name}: |, {name}: ",
+            re.M,
         )
         assert any(defined.search(text) for text in SOURCES), name
 
@@ -87,7 +104,9 @@ def test_functions_named_in_it_exist():
 @pytest.mark.parametrize("file", [iac, maac])
 def test_the_table_of_settings_gives_every_setting_with_its_default(file):
     table = README[README.index("| setting and default |") : README.index("On a CPU shared")]
-    given = dict(re.findall(r"`(\w+)` ([\w.+-]+)", "\n".join(re.findall(r"^\| (`.*?) \| ", table, re.M))))
+    given = dict(
+        re.findall(r"`(\w+)` ([\w.+-]+)", "\n".join(re.findall(r"^\| (`.*?) \| ", table, re.M)))
+    )
     config = next(value for name, value in vars(file).items() if name.endswith("Config"))
     defaults = {field.name: str(field.default) for field in fields(config)}
     assert {name: given.get(name) for name in defaults} == defaults
@@ -96,4 +115,9 @@ def test_the_table_of_settings_gives_every_setting_with_its_default(file):
 
 def test_the_difference_it_shows_is_in_the_files():
     gone, new = re.search(r"```diff\n-(.*)\n\+(.*)\n```", README).groups()
-    assert gone in SOURCES[0] and gone not in SOURCES[1] and new in SOURCES[1] and new not in SOURCES[0]
+    assert (
+        gone in SOURCES[0]
+        and gone not in SOURCES[1]
+        and new in SOURCES[1]
+        and new not in SOURCES[0]
+    )

@@ -37,12 +37,19 @@ def edited(monkeypatch):
     """edited(row, variant, *edits) -> the module, which `build` makes its trainers of from now on."""
 
     def make(row, variant, *edits):
-        cells = [cell for name, cell in CELLS.items() if name == row or (row.startswith("...") and "actor's" in name)]
+        cells = [
+            cell
+            for name, cell in CELLS.items()
+            if name == row or (row.startswith("...") and "actor's" in name)
+        ]
         file = variant.split("_")[0]
         sources = {name: (ROOT / f"{name}.py").read_text() for name in ("common", file)}
         for place, old, new in edits:
             owner, place = ("common", place[7:]) if place.startswith("common.") else (file, place)
-            assert place.endswith("Config") or any(f"`{place}`" in cell for cell in cells), (row, place)
+            assert place.endswith("Config") or any(f"`{place}`" in cell for cell in cells), (
+                row,
+                place,
+            )
             sources[owner] = edit(sources[owner], place, old, new)
         with monkeypatch.context() as patch:
             for name, source in sources.items():
@@ -71,15 +78,23 @@ def test_every_row_is_tried():
 @every
 def test_task(variant, edited):
     """The difference of two numbers instead of their sum."""
-    old, new = 'abs(sum(map(int, a)) - batch_items[0]["n"])', 'abs(int(a[0]) - int(a[1]) - batch_items[0]["n"])'
+    old, new = (
+        'abs(sum(map(int, a)) - batch_items[0]["n"])',
+        'abs(int(a[0]) - int(a[1]) - batch_items[0]["n"])',
+    )
     module = edited("the task, its data, prompts and reward", variant, ("number_task", old, new))
-    assert module.number_task(2, 0)["reward_func"](["9", "3"], ["2", "2"], batch_items=[{"n": 7}]) == [1.0, 0.0]
+    assert module.number_task(2, 0)["reward_func"](
+        ["9", "3"], ["2", "2"], batch_items=[{"n": 7}]
+    ) == [1.0, 0.0]
 
 
 @every
 def test_forms_of_reward_functions(variant, edited, tmp_path):
     """Parts of a reward by name, and a further parameter."""
-    named, summed = '"batch_items": [item]', "raw = [sum(x) for x in zip(*raw.values())] if type(raw) is dict else raw"
+    named, summed = (
+        '"batch_items": [item]',
+        "raw = [sum(x) for x in zip(*raw.values())] if type(raw) is dict else raw",
+    )
     edited(
         "what a reward function may look like",
         variant,
@@ -144,14 +159,24 @@ def test_ratios(variant, edited, tmp_path):
         ("appraise", drawn_with, drawn_with + KEEP_LOGPROBS),
         ("policy_loss", "logprobs: Tensor,", "logprobs: Tensor, old: Tensor,"),
         ("policy_loss", "return -logprobs.sum(-1) * advantages", RATIOS),
-        ("actor_step", "policy_loss(scores.logprobs,", f"policy_loss(scores.logprobs, {old_logprobs},"),
-        ("update", "sorted({s.turn_idx for s in buffer})", "sorted({s.turn_idx for s in buffer}) * 2"),
+        (
+            "actor_step",
+            "policy_loss(scores.logprobs,",
+            f"policy_loss(scores.logprobs, {old_logprobs},",
+        ),
+        (
+            "update",
+            "sorted({s.turn_idx for s in buffer})",
+            "sorted({s.turn_idx for s in buffer}) * 2",
+        ),
     )
     module.SEEN = []
     build(variant, tmp_path / "run").train()
     assert len(module.SEEN) == 2 * 2 * 2  # updates, agents, passes
     for first, second in zip(module.SEEN[::2], module.SEEN[1::2], strict=True):
-        assert all(abs(ratio - 1) < 1e-4 for ratio in first) and any(abs(ratio - 1) > 1e-3 for ratio in second)
+        assert all(abs(ratio - 1) < 1e-4 for ratio in first) and any(
+            abs(ratio - 1) > 1e-3 for ratio in second
+        )
 
 
 ENTROPY = """every = logits.log_softmax(-1)
@@ -168,9 +193,18 @@ def test_entropy_bonus(variant, edited, tmp_path):
         ("common.Scores", "the generated ones, if wanted", "\n    entropy: Tensor | None = None"),
         ("common.score", "return Scores(", ENTROPY),
         ("common.score", "if return_hidden else None)", "if return_hidden else None, entropy)"),
-        ("actor_step", "A.to(scores.logprobs.device))", "A.to(scores.logprobs.device)) - 10 * scores.entropy"),
+        (
+            "actor_step",
+            "A.to(scores.logprobs.device))",
+            "A.to(scores.logprobs.device)) - 10 * scores.entropy",
+        ),
     )
-    trainer = build(variant, tmp_path / "run", {"max_grad_norm": None}, agent_model=library_models.folder("L", "T"))
+    trainer = build(
+        variant,
+        tmp_path / "run",
+        {"max_grad_norm": None},
+        agent_model=library_models.folder("L", "T"),
+    )
     for agent in trainer.agents:
         agent.lm_head.weight.data *= 30  # else there is little to gain
     samples = collected(trainer)
@@ -185,12 +219,17 @@ def test_entropy_bonus(variant, edited, tmp_path):
 def test_loss_of_the_critic(variant, edited):
     """Huber's."""
     huber = 'nn.functional.huber_loss({}, targets, reduction="none")'
-    edits = [("value_loss", f"({name} - targets) ** 2", huber.format(name)) for name in ("values", "clipped")]
+    edits = [
+        ("value_loss", f"({name} - targets) ** 2", huber.format(name))
+        for name in ("values", "clipped")
+    ]
     module = edited("the critic's loss", variant, *edits[: 1 + (variant != "maac")])
     more = () if variant == "maac" else (torch.zeros(2), None)
     assert module.value_loss(torch.tensor([3.0, 1.0]), torch.zeros(2), *more).tolist() == [2.5, 0.5]
     if variant != "maac":  # clipped to 2.25
-        loss = module.value_loss(torch.tensor([3.0]), torch.tensor([3.0]), torch.tensor([2.0]), 0.25)
+        loss = module.value_loss(
+            torch.tensor([3.0]), torch.tensor([3.0]), torch.tensor([2.0]), 0.25
+        )
         assert loss.tolist() == [0.75**2 / 2]
 
 
@@ -205,7 +244,10 @@ def test_targets_and_advantages(variant, edited, tmp_path):
     """GAE with lambda 0.5."""
     old = "return targets, [y - v for y, v in zip(targets, values, strict=True)]"
     module = edited("targets and advantages, say GAE", variant, ("td_targets", old, GAE))
-    assert module.td_targets([1.0, 2.0], [0.5, 0.25], 1.0) == ([1.25, 2.0], [0.75 + 0.5 * 1.75, 1.75])
+    assert module.td_targets([1.0, 2.0], [0.5, 0.25], 1.0) == (
+        [1.25, 2.0],
+        [0.75 + 0.5 * 1.75, 1.75],
+    )
     again = lambda prompt, num_agents, **_: [f"{prompt} again"] * num_agents  # noqa: E731
     trainer = build(variant, tmp_path / "run", {"num_turns": 2}, external_transition=again)
     samples = collected(trainer)
@@ -215,7 +257,9 @@ def test_targets_and_advantages(variant, edited, tmp_path):
         if s.turn_idx == 1:
             first = firsts[s.row, s.agent_idx]
             assert s.advantage == s.target - s.old_value
-            assert first.advantage == pytest.approx(first.target - first.old_value + 0.5 * s.advantage)
+            assert first.advantage == pytest.approx(
+                first.target - first.old_value + 0.5 * s.advantage
+            )
 
 
 READS = {
@@ -231,7 +275,11 @@ READS = {
     ],
     "maac": [
         ("critic_text", 'f"[agent {i + 1}]\\n{prompt}"', 'f"{i + 1} reads: {prompt}"'),
-        ("appraise", "critic_text([s.prompt for s in joint]", "critic_text([f\"n is {joint[0].item['n']}\"]"),
+        (
+            "appraise",
+            "critic_text([s.prompt for s in joint]",
+            "critic_text([f\"n is {joint[0].item['n']}\"]",
+        ),
     ],
 }
 READS["iac_shared"] = [
@@ -267,9 +315,15 @@ def test_what_the_critic_reads(case, penalty, edited, tmp_path):
             assert f"n is {ROWS[s.row]['n']}: {s.prompt}" in text
     rows = metrics(trainer)
     assert len(rows) == 4
-    for number, row in enumerate(rows if variant != "maac" else []):  # there agent 0's step comes between
-        errors = [s.target - s.old_value for s in samples[number * 8 : number * 8 + 8] if s.agent_idx == 0]
-        assert row["critic_0/value_loss"] == pytest.approx(sum(error**2 for error in errors) / 4, rel=1e-4)
+    for number, row in enumerate(
+        rows if variant != "maac" else []
+    ):  # there agent 0's step comes between
+        errors = [
+            s.target - s.old_value for s in samples[number * 8 : number * 8 + 8] if s.agent_idx == 0
+        ]
+        assert row["critic_0/value_loss"] == pytest.approx(
+            sum(error**2 for error in errors) / 4, rel=1e-4
+        )
     assert max(abs(s.old_value) for s in samples) > 1e-3
 
 
@@ -277,7 +331,11 @@ def test_what_the_critic_reads(case, penalty, edited, tmp_path):
 @every
 def test_value_head(variant, width, edited, tmp_path):
     """A norm in front of it: the saved one comes back."""
-    edited("the value head", variant, ("Critic", "nn.Sequential(*hidden", "nn.Sequential(nn.LayerNorm(D), *hidden"))
+    edited(
+        "the value head",
+        variant,
+        ("Critic", "nn.Sequential(*hidden", "nn.Sequential(nn.LayerNorm(D), *hidden"),
+    )
     name = "value_head_hidden_dim" if variant == "iac_shared" else "critic_value_head_hidden_dim"
     given = {"model_config": {name: width}} if variant == "maac" else {}
     trainer = build(variant, tmp_path / "run", {} if variant == "maac" else {name: width}, **given)
@@ -285,7 +343,9 @@ def test_value_head(variant, width, edited, tmp_path):
     model = f"{trainer.output_dir}/model"
     agents = [f"{model}/agent_{i}" for i in range(2)]
     critics = (
-        {} if variant == "iac_shared" else {"critics": [f"{model}/critic_{c}" for c in range(len(trainer.critics))]}
+        {}
+        if variant == "iac_shared"
+        else {"critics": [f"{model}/critic_{c}" for c in range(len(trainer.critics))]}
     )
     tokenizers = [AutoTokenizer.from_pretrained(agent) for agent in agents]
     again = build(variant, tmp_path / "again", agents=agents, tokenizer=tokenizers, **critics)
@@ -320,14 +380,20 @@ def test_sampling(variant, edited, tmp_path):
             made.collect(ROWS[:4], 0, made.generators, 1)
         least = 1.0
         for s in samples:
-            logits = made.agents[s.agent_idx](torch.tensor([s.prompt_ids + s.completion_ids])).logits
+            logits = made.agents[s.agent_idx](
+                torch.tensor([s.prompt_ids + s.completion_ids])
+            ).logits
             p = logits[0, len(s.prompt_ids) - 1 : -1].softmax(-1)
             chosen = p.gather(-1, torch.tensor(s.completion_ids)[:, None])
             least = min(least, (chosen / p.amax(-1, keepdim=True)).min().item())
             if cut:
-                kept = torch.where(p >= 0.9 * p.amax(-1, keepdim=True) - 1e-7, p, 0.0).sum(-1, keepdim=True)
+                kept = torch.where(p >= 0.9 * p.amax(-1, keepdim=True) - 1e-7, p, 0.0).sum(
+                    -1, keepdim=True
+                )
                 scores = made.score(made.agents[s.agent_idx], [s]).logprobs
-                torch.testing.assert_close(scores[0], (chosen / kept).log()[:, 0], rtol=0, atol=1e-3)
+                torch.testing.assert_close(
+                    scores[0], (chosen / kept).log()[:, 0], rtol=0, atol=1e-3
+                )
         return least
 
     plain = build(variant, None)
@@ -345,8 +411,16 @@ def test_order_of_updates_and_schedules(variant, edited, tmp_path):
     edited(
         "order of updates, mini-batches, learning-rate schedules",
         variant,
-        ("optimizer_step", "optimizer.step()", f'optimizer.param_groups[0]["lr"] = {rate}\n        optimizer.step()'),
-        ("optimizer_step", "self.metrics[name]", f'self.metrics["rate"].append({rate})\n        self.metrics[name]'),
+        (
+            "optimizer_step",
+            "optimizer.step()",
+            f'optimizer.param_groups[0]["lr"] = {rate}\n        optimizer.step()',
+        ),
+        (
+            "optimizer_step",
+            "self.metrics[name]",
+            f'self.metrics["rate"].append({rate})\n        self.metrics[name]',
+        ),
         ("train", "for i in range(args.num_agents):", "for i in reversed(range(args.num_agents)):"),
     )
     calls, order = [], []
@@ -364,30 +438,51 @@ def test_order_of_updates_and_schedules(variant, edited, tmp_path):
     trainer = build(variant, None, {"num_train_epochs": 2})
     trainer.train(resume_from=str(tmp_path / "run"))
     assert order == [1, 0, 1, 0]
-    assert [row["rate"] for row in metrics(trainer)] == pytest.approx([1e-3, 1e-3 / 2, 1e-3 / 3, 1e-3 / 4])
+    assert [row["rate"] for row in metrics(trainer)] == pytest.approx(
+        [1e-3, 1e-3 / 2, 1e-3 / 3, 1e-3 / 4]
+    )
     assert trainer.agent_optimizers[0].param_groups[0]["lr"] == 1e-3 / 4
 
 
 @every
 def test_what_is_logged(variant, edited, tmp_path):
     """More of rewards, of updates, and of the run."""
-    normalized, rate = "if self.args.advantage_normalization", 'self.agent_optimizers[0].param_groups[0]["lr"]'
+    normalized, rate = (
+        "if self.args.advantage_normalization",
+        'self.agent_optimizers[0].param_groups[0]["lr"]',
+    )
     per_sample = 'metrics[f"{turn}/reward_mean"].append(s.reward)'
     edited(
         "what is logged",
         variant,
         ("RolloutSample", "    reward: float", "    characters: int = 0\n    reward: float"),
         ("collect", "s.reward = reward", "s.reward, s.characters = reward, len(s.completion)"),
-        ("add_metrics", per_sample, f'{per_sample}\n            metrics[f"{{prefix}}characters"].append(s.characters)'),
-        ("update", normalized, f'self.metrics["advantage_std"] += [advantages.std().item()]\n            {normalized}'),
-        ("report", "self.metrics.clear()", f'row["rate"] = {rate}\n            self.metrics.clear()'),
+        (
+            "add_metrics",
+            per_sample,
+            f'{per_sample}\n            metrics[f"{{prefix}}characters"].append(s.characters)',
+        ),
+        (
+            "update",
+            normalized,
+            f'self.metrics["advantage_std"] += [advantages.std().item()]\n            {normalized}',
+        ),
+        (
+            "report",
+            "self.metrics.clear()",
+            f'row["rate"] = {rate}\n            self.metrics.clear()',
+        ),
     )
     trainer = build(variant, tmp_path / "run", {"eval_interval": 4}, eval_dataset=ROWS)
     samples = collected(trainer)
     trainer.train()
     rows = [row for row in metrics(trainer) if "rate" in row]
-    assert len(rows) == 2 and all(row["rate"] == 1e-3 and row["eval/characters"] > 0 for row in rows)
+    assert len(rows) == 2 and all(
+        row["rate"] == 1e-3 and row["eval/characters"] > 0 for row in rows
+    )
     for row, group in zip(rows, (samples[:8], samples[8:]), strict=True):
         assert row["characters"] == sum(len(s.completion) for s in group) / 8
-        advantages = [torch.tensor([s.advantage for s in group if s.agent_idx == i]).std() for i in (0, 1)]
+        advantages = [
+            torch.tensor([s.advantage for s in group if s.agent_idx == i]).std() for i in (0, 1)
+        ]
         assert row["advantage_std"] == pytest.approx(sum(advantages).item() / 2)

@@ -41,13 +41,24 @@ class Numbers:
     __hash__ = None
 
 
-BAD_SETTINGS = [("num_agents", Numbers()), ("temperature", 10**400), ("num_turns", 10**400), ("num_agents", int)]
-BAD_SETTINGS += [("advantage_normalization", bool), ("agent_devices", [3]), ("agent_devices", [None])]
+BAD_SETTINGS = [
+    ("num_agents", Numbers()),
+    ("temperature", 10**400),
+    ("num_turns", 10**400),
+    ("num_agents", int),
+]
+BAD_SETTINGS += [
+    ("advantage_normalization", bool),
+    ("agent_devices", [3]),
+    ("agent_devices", [None]),
+]
 BAD_SETTINGS += [("reference_devices", ["cpu", True]), ("critic_devices", [["cpu"]])]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize(("name", "value"), BAD_SETTINGS, ids=[f"{n}-{type(v).__name__}" for n, v in BAD_SETTINGS])
+@pytest.mark.parametrize(
+    ("name", "value"), BAD_SETTINGS, ids=[f"{n}-{type(v).__name__}" for n, v in BAD_SETTINGS]
+)
 def test_a_bad_value_is_refused_by_the_name_of_its_field(config, name, value):
     with pytest.raises(ValueError, match=rf"^{name}="):
         config(**{name: value})
@@ -78,7 +89,11 @@ BAD_ARGUMENTS = {
 @pytest.mark.parametrize("variant", ["iac", "maac"])
 @pytest.mark.parametrize("case", BAD_ARGUMENTS)
 def test_an_argument_of_a_wrong_kind_is_refused_by_name(variant, case, tmp_path):
-    arguments = {"agent_model": folder("G", "T"), "critic_model": folder("G", "T"), "reward_func": lambda a, b: 0.0}
+    arguments = {
+        "agent_model": folder("G", "T"),
+        "critic_model": folder("G", "T"),
+        "reward_func": lambda a, b: 0.0,
+    }
     arguments |= {"train_dataset": ROWS, "output_dir": str(tmp_path / "run")} | BAD_ARGUMENTS[case]
     twin = {"iac": maac.MAACConfig, "maac": iac.IACConfig}[variant]
     config = arguments.pop("config", None)
@@ -96,11 +111,20 @@ BAD_TASKS = {
     "a table as eval_dataset": ({"eval_dataset": Frame()}, "eval_dataset"),
     "columns as eval_dataset": ({"eval_dataset": {"prompt": ["one", "two"]}}, "eval_dataset"),
     "None from metrics_callback": ({"metrics_callback": lambda samples: None}, "metrics_callback"),
-    "text from metrics_callback": ({"metrics_callback": lambda samples: {"mine": "high"}}, "metrics_callback"),
+    "text from metrics_callback": (
+        {"metrics_callback": lambda samples: {"mine": "high"}},
+        "metrics_callback",
+    ),
     "an integer without bounds as reward": ({"reward_func": lambda a, b: 10**400}, "row 0, turn 1"),
     "infinite in float32": ({"reward_func": lambda a, b: 1e39}, "row 0, turn 1"),
-    "infinite when squared, in a critic's loss": ({"reward_func": lambda a, b: 1e25}, "row 0, turn 1"),
-    "infinite in float32 for one agent": ({"reward_func": lambda a, b: [0.5, 1e39]}, "row 0, turn 1"),
+    "infinite when squared, in a critic's loss": (
+        {"reward_func": lambda a, b: 1e25},
+        "row 0, turn 1",
+    ),
+    "infinite in float32 for one agent": (
+        {"reward_func": lambda a, b: [0.5, 1e39]},
+        "row 0, turn 1",
+    ),
 }
 
 
@@ -117,7 +141,9 @@ def test_a_bad_task_is_refused_and_nothing_trained(variant, case, tmp_path):
     before = torch.cat([p.detach().flatten().clone() for part in parts for p in part.parameters()])
     with pytest.raises(Exception) as caught:
         trainer.train()
-    assert torch.equal(before, torch.cat([p.detach().flatten() for part in parts for p in part.parameters()]))
+    assert torch.equal(
+        before, torch.cat([p.detach().flatten() for part in parts for p in part.parameters()])
+    )
     assert isinstance(caught.value, ValueError) and message in str(caught.value)
 
 

@@ -22,8 +22,14 @@ def test_resumed_run_equals_the_uninterrupted_one(variant, stop_at, tmp_path):
             "eval_batch_size": 4,
             "checkpoint_interval": 1,
         }
-        args |= {"reference_kl_enabled": True, "early_termination_threshold": 0.9, "rollout_batch_size": 2}
-        made = make_trainer(variant, args | {"agent_learning_rate": 1e-3}, output_dir=str(tmp_path / folder))
+        args |= {
+            "reference_kl_enabled": True,
+            "early_termination_threshold": 0.9,
+            "rollout_batch_size": 2,
+        }
+        made = make_trainer(
+            variant, args | {"agent_learning_rate": 1e-3}, output_dir=str(tmp_path / folder)
+        )
         calls, reward = [], made.reward_func
 
         def stopping(*completions, batch_items):
@@ -43,7 +49,13 @@ def test_resumed_run_equals_the_uninterrupted_one(variant, stop_at, tmp_path):
     resumed = trainer("unused")
     resumed.train(resume_from=str(tmp_path / "stopped"))
     assert without_time(tmp_path / "stopped") == without_time(tmp_path / "whole")
-    assert rows(tmp_path / "stopped", "completions.jsonl") == rows(tmp_path / "whole", "completions.jsonl")
-    for one, other in zip([*whole.agents, *whole.critics], [*resumed.agents, *resumed.critics], strict=True):
-        assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+    assert rows(tmp_path / "stopped", "completions.jsonl") == rows(
+        tmp_path / "whole", "completions.jsonl"
+    )
+    for one, other in zip(
+        [*whole.agents, *whole.critics], [*resumed.agents, *resumed.critics], strict=True
+    ):
+        assert all(
+            torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True)
+        )
     assert resumed.updates == whole.updates >= 6 and not (tmp_path / "unused").exists()

@@ -12,9 +12,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from library_models import MODULES, ROWS, TEXT, VARIANTS, build, collected, folder, metrics, tokenizer, weights
+from library_models import (
+    MODULES,
+    ROWS,
+    TEXT,
+    VARIANTS,
+    build,
+    collected,
+    folder,
+    metrics,
+    tokenizer,
+    weights,
+)
 from tokenizers import processors
-from transformers import AddedToken, AutoModelForCausalLM, MptConfig, MptForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AddedToken,
+    AutoModelForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import common
 
@@ -31,7 +48,9 @@ def test_saving_models_removes_nothing_of_others(variant, place, tmp_path, monke
     monkeypatch.chdir(tmp_path / "mine")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match="holds other things"):
-        trainer.save_model({"the run": trainer.output_dir, "a folder": str(tmp_path / "mine"), "here": "."}[place])
+        trainer.save_model(
+            {"the run": trainer.output_dir, "a folder": str(tmp_path / "mine"), "here": "."}[place]
+        )
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -45,8 +64,13 @@ def test_models_saved_again_are_whole_at_every_moment(tmp_path, monkeypatch):
     def watched(function):
         def watch(*names, **options):
             function(*names, **options)
-            whole = [sorted(x.relative_to(home) for x in home.rglob("*")) == files for home in tmp_path.iterdir()]
-            seen.append(any(whole) and (not path.exists() or whole[list(tmp_path.iterdir()).index(path)]))
+            whole = [
+                sorted(x.relative_to(home) for x in home.rglob("*")) == files
+                for home in tmp_path.iterdir()
+            ]
+            seen.append(
+                any(whole) and (not path.exists() or whole[list(tmp_path.iterdir()).index(path)])
+            )
 
         return watch
 
@@ -62,7 +86,9 @@ def test_models_saved_again_are_whole_at_every_moment(tmp_path, monkeypatch):
 
 def with_another_token(name, **options):
     """Tokenizer T with one more token than its models embed: `name`, put before no text."""
-    tok = PreTrainedTokenizerFast(tokenizer_object=tokenizer("T").backend_tokenizer, bos_token="<s>", eos_token="</s>")
+    tok = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer("T").backend_tokenizer, bos_token="<s>", eos_token="</s>"
+    )
     tok = PreTrainedTokenizerFast.from_pretrained(saved(tok, "plain"))
     tok.add_tokens([AddedToken(name, special=True)])
     assert len(tok) == len(tokenizer("T")) + 1 == tok.convert_tokens_to_ids(name) + 1
@@ -100,7 +126,9 @@ def test_a_critic_that_does_not_embed_a_token_of_a_prompt_is_named(tmp_path):
         agent.resize_token_embeddings(len(tok))
     for variant, words in {"maac": "row 1, critic", "iac": "row 1, turn 1, agent 0"}.items():
         rows = [{"prompt": "name 0"}, {"prompt": "name <image> 1"}]
-        trainer = build(variant, tmp_path / variant, agents=agents, tokenizer=tok, train_dataset=rows)
+        trainer = build(
+            variant, tmp_path / variant, agents=agents, tokenizer=tok, train_dataset=rows
+        )
         with pytest.raises(ValueError, match=f"{words}.*does not embed"):
             trainer.train()
 
@@ -115,7 +143,10 @@ def test_an_end_token_that_the_model_cannot_draw_is_refused(variant):
 @pytest.mark.parametrize("variant", ["iac", "maac"])
 def test_a_model_in_memory_that_came_with_another_tokenizer_is_refused(variant, given):
     other = [AutoModelForCausalLM.from_pretrained(folder("G", "U")) for _ in range(2)]
-    arguments = {"agents": {"agents": other, "tokenizer": tokenizer("T")}, "critic_model": {"critic_model": other[0]}}
+    arguments = {
+        "agents": {"agents": other, "tokenizer": tokenizer("T")},
+        "critic_model": {"critic_model": other[0]},
+    }
     arguments["critics"] = {"critics": other if variant == "iac" else other[:1]}
     with pytest.raises(ValueError, match="comes with the tokenizer"):
         build(variant, None, **arguments[given])
@@ -146,7 +177,9 @@ def test_positions_that_are_called_max_seq_len_are_respected(variant, tmp_path):
     agents = [MptForCausalLM(config).eval() for _ in range(2)]
     given = {} if variant == "iac_shared" else {"critic_model": MptForCausalLM(config)}
     rows = [{"prompt": TEXT[: 40 * n]} for n in range(1, 9)]
-    trainer = build(variant, tmp_path / "run", agents=agents, tokenizer=tok, train_dataset=rows, **given)
+    trainer = build(
+        variant, tmp_path / "run", agents=agents, tokenizer=tok, train_dataset=rows, **given
+    )
     samples = collected(trainer)
     with pytest.warns(UserWarning, match="its end is kept"):
         trainer.train()
@@ -157,7 +190,9 @@ def test_positions_that_are_called_max_seq_len_are_respected(variant, tmp_path):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_evaluation_changes_nothing_where_the_users_functions_draw_random_numbers(variant, tmp_path):
+def test_evaluation_changes_nothing_where_the_users_functions_draw_random_numbers(
+    variant, tmp_path
+):
     def noisy(*completions):
         noise = random.random() + np.random.rand() + torch.rand(()).item()
         return [noise + len(text) / 10 for text in completions[0]]
@@ -256,7 +291,11 @@ def task(tmp_path):
 
 def short(tmp_path, task):
     """Flags of a run of one update, whose tokenizer knows every character."""
-    flags = {"--agent-model": folder("G", "T"), "--task": task, "--output-dir": str(tmp_path / "run")}
+    flags = {
+        "--agent-model": folder("G", "T"),
+        "--task": task,
+        "--output-dir": str(tmp_path / "run"),
+    }
     flags |= {"--rollout-buffer-size": "4", "--max-new-tokens": "2", "--eval-interval": "4"}
     return [x for pair in flags.items() for x in pair]
 
@@ -264,7 +303,9 @@ def short(tmp_path, task):
 @pytest.mark.parametrize("file", ["iac", "maac"])
 def test_what_the_terminal_cannot_show_does_not_stop_a_run(file, tmp_path, task, monkeypatch):
     screen = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="latin-1", write_through=True))
+    monkeypatch.setattr(
+        sys, "stdout", io.TextIOWrapper(screen, encoding="latin-1", write_through=True)
+    )
     command(monkeypatch, file, *short(tmp_path, task))
     assert "name \\u2192 2" in screen.getvalue().decode("latin-1")
 
@@ -278,7 +319,9 @@ def test_a_notebook_whose_output_is_no_file_can_run_the_command(file, tmp_path, 
 
 
 @pytest.mark.parametrize("file", ["iac", "maac"])
-def test_a_run_is_not_resumed_for_fewer_epochs_nor_where_its_task_is_not(file, tmp_path, task, monkeypatch):
+def test_a_run_is_not_resumed_for_fewer_epochs_nor_where_its_task_is_not(
+    file, tmp_path, task, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     command(monkeypatch, file, *short(tmp_path, "task.py"), "--num-train-epochs", "2")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -305,4 +348,6 @@ def test_a_run_is_not_resumed_with_another_model_or_task(file, change, tmp_path,
         command(monkeypatch, file, *more, change, other)
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     command(monkeypatch, file, *more)
-    assert [json.loads(line)["env_step"] for line in Path(run, "metrics.jsonl").read_text().splitlines()] == [0, 4, 8]
+    assert [
+        json.loads(line)["env_step"] for line in Path(run, "metrics.jsonl").read_text().splitlines()
+    ] == [0, 4, 8]

@@ -59,7 +59,10 @@ SETTINGS = {
 def value_of(*texts):
     """A number for a joint answer, and on top of it what the user's generators hold."""
     return (
-        sum(sum(text.encode()) % 7 for text in texts) / 7 + random.random() + np.random.random() + torch.rand(()).item()
+        sum(sum(text.encode()) % 7 for text in texts) / 7
+        + random.random()
+        + np.random.random()
+        + torch.rand(()).item()
     )
 
 
@@ -75,32 +78,43 @@ def make(variant, output_dir=None, args=None, **given):
     name, critic_type, *shared = variant.split("-")
     file = FILES[name]
     settings = (
-        SETTINGS | {"critic_type": critic_type} | ({"use_separate_critic": False} if shared else {}) | (args or {})
+        SETTINGS
+        | {"critic_type": critic_type}
+        | ({"use_separate_critic": False} if shared else {})
+        | (args or {})
     )
     config = (iac.IACConfig if name == "iac" else maac.MAACConfig)(**settings)
     task = file.number_task(config.num_agents, 0)
     task |= {"train_dataset": task["train_dataset"][:3], "eval_dataset": task["eval_dataset"][:2]}
     task["reward_func"] = lambda a, b: [value_of(*texts) for texts in zip(a, b, strict=True)]
     if "agents" not in given:
-        task["agents"] = [copy.deepcopy(load(AutoModelForCausalLM)) for _ in range(config.num_agents)]
+        task["agents"] = [
+            copy.deepcopy(load(AutoModelForCausalLM)) for _ in range(config.num_agents)
+        ]
     if not shared and "critics" not in given:
         count = config.num_agents if name == "iac" else 1
         task["critics"] = [copy.deepcopy(load(AutoModel)) for _ in range(count)]
     task |= {"tokenizer": load(AutoTokenizer), "output_dir": output_dir and str(output_dir)}
-    return (iac.IACTrainer if name == "iac" else maac.MAACTrainer)(**task | {"args": config} | given)
+    return (iac.IACTrainer if name == "iac" else maac.MAACTrainer)(
+        **task | {"args": config} | given
+    )
 
 
 def start(trainer, folder):
     """What a user's script does: seed, then train in a folder or, if it was killed before, go on in it."""
     begun = os.path.isdir(folder) and os.listdir(folder)
     has_checkpoint = os.path.exists(os.path.join(folder, "checkpoint", "state.pt"))
-    seed_everything(time.time_ns() if has_checkpoint else 5)  # the states come with the checkpoint, if there is one
+    seed_everything(
+        time.time_ns() if has_checkpoint else 5
+    )  # the states come with the checkpoint, if there is one
     trainer.output_dir = None if begun else str(folder)
     trainer.train(str(folder) if begun else None)
 
 
 def weights(trainer):
-    return torch.cat([p.detach().flatten() for m in [*trainer.agents, *trainer.critics] for p in m.parameters()])
+    return torch.cat(
+        [p.detach().flatten() for m in [*trainer.agents, *trainer.critics] for p in m.parameters()]
+    )
 
 
 def state(folder):
@@ -131,37 +145,54 @@ def assert_same_end(folder, whole, settings=()):
     assert completions(folder) == completions(whole)
     one, other = state(folder), state(whole)
     other["settings"] = other["settings"] | dict(settings)
-    assert one.keys() == other.keys() and [name for name in one if not same(one[name], other[name])] == []
-    files = sorted(path.relative_to(whole) for path in (Path(whole) / "model").rglob("*") if path.is_file())
-    assert files and all((Path(folder) / path).read_bytes() == (Path(whole) / path).read_bytes() for path in files)
+    assert (
+        one.keys() == other.keys()
+        and [name for name in one if not same(one[name], other[name])] == []
+    )
+    files = sorted(
+        path.relative_to(whole) for path in (Path(whole) / "model").rglob("*") if path.is_file()
+    )
+    assert files and all(
+        (Path(folder) / path).read_bytes() == (Path(whole) / path).read_bytes() for path in files
+    )
 
 
 def completions(folder):
     """The evaluations' rows; a run without evaluation may have no file for them."""
-    return rows(folder, "completions.jsonl") if (Path(folder) / "completions.jsonl").exists() else []
+    return (
+        rows(folder, "completions.jsonl") if (Path(folder) / "completions.jsonl").exists() else []
+    )
 
 
 def contents(folder):
-    return {str(path): path.is_file() and path.read_bytes() for path in sorted(Path(folder).rglob("*"))}
+    return {
+        str(path): path.is_file() and path.read_bytes() for path in sorted(Path(folder).rglob("*"))
+    }
 
 
 # ----------------------------------------------------------------------------------------------------- the driver
 
-Ended = namedtuple("Ended", "code text seconds")  # exit code, minus a signal's number; what was printed; how long
+Ended = namedtuple(
+    "Ended", "code text seconds"
+)  # exit code, minus a signal's number; what was printed; how long
 
 
 def drive():
     """The driver process. It never calls backward: autograd does not work in a child of a process that did."""
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # no thread that could hold the lock at a fork
-    tqdm.set_lock(threading.RLock())  # its own is one for all processes: if one dies holding it, all wait
+    tqdm.set_lock(
+        threading.RLock()
+    )  # its own is one for all processes: if one dies holding it, all wait
     trainer_of = functools.cache(make)
     jobs, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     for line in jobs:
         job = json.loads(line)
         given = job["given"]
         if "variant" in given:
-            given["trainer"] = trainer_of(given.pop("variant"))  # the child's own copy, which comes with the fork
+            given["trainer"] = trainer_of(
+                given.pop("variant")
+            )  # the child's own copy, which comes with the fork
         began, pid = time.monotonic(), os.fork()
         if pid == 0:
             code = 1
@@ -190,7 +221,10 @@ def drive():
 def fork(tmp_path_factory):
     """fork(function's name, kill_after=seconds, **its arguments) -> Ended; `variant` becomes a new `trainer`."""
     env = ENV | {"TOKENIZERS_PARALLELISM": "false"}
-    command, pipe = [sys.executable, "-c", "import test_survival; test_survival.drive()"], subprocess.PIPE
+    command, pipe = (
+        [sys.executable, "-c", "import test_survival; test_survival.drive()"],
+        subprocess.PIPE,
+    )
     driver = subprocess.Popen(command, cwd=HERE, env=env, stdin=pipe, stdout=pipe, text=True)
     log = tmp_path_factory.mktemp("logs") / "log"
 
@@ -231,7 +265,9 @@ def play(trainer, folder, trouble=None, number=0):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_runs_killed_at_random_moments_end_as_if_nothing_had_happened(variant, fork, whole, tmp_path):
+def test_runs_killed_at_random_moments_end_as_if_nothing_had_happened(
+    variant, fork, whole, tmp_path
+):
     """SIGKILL, resume, SIGKILL, resume, ...: first a run that is killed once, then runs killed again and again."""
     folder, seconds = whole(variant)
     rng, kills, begun, number = random.Random(variant), 0, 0, 0
@@ -290,29 +326,53 @@ TROUBLES = {
     "in a row": lambda trainer, n: at(
         n, trainer, "write", lambda write, name, row: half_a_row(name, row, trainer), before=True
     ),
-    "in a checkpoint": lambda trainer, n: at(n, torch, "save", lambda *args: (half_a_file(*args), die()), before=True),
-    "before a checkpoint has its name": lambda trainer, n: at(n + 1, os, "replace", die, before=True),  # 1: config.json
+    "in a checkpoint": lambda trainer, n: at(
+        n, torch, "save", lambda *args: (half_a_file(*args), die()), before=True
+    ),
+    "before a checkpoint has its name": lambda trainer, n: at(
+        n + 1, os, "replace", die, before=True
+    ),  # 1: config.json
     "after a checkpoint has its name": lambda trainer, n: at(n + 1, os, "replace", die),
     "in a model": lambda trainer, n: at(n, trainer.agents[1], "save_pretrained", die),
     "before a model has its name": lambda trainer, n: at(n, os, "rename", die, before=True),
     "after a model has its name": lambda trainer, n: at(n, os, "rename", die),
 }
-MOMENTS = [("in a rollout", 1), ("in a rollout", 6), ("in an update", 11), ("in an evaluation", 1), ("in a row", 1)]
-MOMENTS += [("in an evaluation", 3), ("after a row", 4), ("in a row", 8), ("in a checkpoint", 3), ("in a model", 1)]
+MOMENTS = [
+    ("in a rollout", 1),
+    ("in a rollout", 6),
+    ("in an update", 11),
+    ("in an evaluation", 1),
+    ("in a row", 1),
+]
+MOMENTS += [
+    ("in an evaluation", 3),
+    ("after a row", 4),
+    ("in a row", 8),
+    ("in a checkpoint", 3),
+    ("in a model", 1),
+]
 MOMENTS += [("before a checkpoint has its name", 1), ("after a checkpoint has its name", 1)]
 MOMENTS += [("before a model has its name", 1)]
 
 
 @pytest.mark.parametrize(("moment", "number"), MOMENTS)
-def test_a_run_killed_at_a_bad_moment_ends_as_if_nothing_had_happened(moment, number, fork, whole, tmp_path):
+def test_a_run_killed_at_a_bad_moment_ends_as_if_nothing_had_happened(
+    moment, number, fork, whole, tmp_path
+):
     """And what stands under a final name is whole at that moment."""
     variant, run = VARIANTS[MOMENTS.index((moment, number)) % 3], tmp_path / "run"
-    assert fork("play", variant=variant, folder=run, trouble=moment, number=number).code == -signal.SIGKILL
+    assert (
+        fork("play", variant=variant, folder=run, trouble=moment, number=number).code
+        == -signal.SIGKILL
+    )
     assert json.loads((run / "config.json").read_text())["num_turns"] == 2
     if (run / "checkpoint" / "state.pt").exists():
         assert state(run)["items_done"] > 0
     if (run / "model").exists():
-        names = [{str(path.relative_to(f)) for path in (f / "model").rglob("*")} for f in (run, whole(variant)[0])]
+        names = [
+            {str(path.relative_to(f)) for path in (f / "model").rglob("*")}
+            for f in (run, whole(variant)[0])
+        ]
         assert names[0] == names[1]
     ended = fork("play", variant=variant, folder=run)
     assert ended.code == 0, ended.text
@@ -324,10 +384,15 @@ def test_a_run_without_evaluation_that_is_killed_in_its_first_rollout_starts_aga
     for variant in ("iac-v", "maac-q"):
         run = tmp_path / variant
         given = {"variant": variant, "folder": run}
-        assert fork("play_without_evaluation", trouble="in a rollout", number=1, **given).code == -signal.SIGKILL
+        assert (
+            fork("play_without_evaluation", trouble="in a rollout", number=1, **given).code
+            == -signal.SIGKILL
+        )
         ended = fork("play_without_evaluation", **given)
         assert ended.code == 0, ended.text
-        ended = fork("play_without_evaluation", variant=variant, folder=tmp_path / f"{variant}-whole")
+        ended = fork(
+            "play_without_evaluation", variant=variant, folder=tmp_path / f"{variant}-whole"
+        )
         assert_same_end(run, tmp_path / f"{variant}-whole")
 
 
@@ -362,15 +427,28 @@ def task(tmp_path):
 
 def flags(settings):
     named = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
-    return [str(x) for flag, value in named.items() for x in ((flag,) if value is True else (flag, value))]
+    return [
+        str(x)
+        for flag, value in named.items()
+        for x in ((flag,) if value is True else (flag, value))
+    ]
 
 
 def command(file, *argv, pause=0.0):
     """The real command, in a process group of its own."""
-    line, env = [sys.executable, f"{file}.py", *map(str, argv)], ENV | {"PAUSE": str(pause), "WANDB_MODE": "offline"}
+    line, env = (
+        [sys.executable, f"{file}.py", *map(str, argv)],
+        ENV | {"PAUSE": str(pause), "WANDB_MODE": "offline"},
+    )
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        line, cwd=HERE.parent, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        line,
+        cwd=HERE.parent,
+        env=env,
+        stdout=pipe,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -385,7 +463,9 @@ def wait_for(process, run, updates):
         time.sleep(0.01)
 
 
-def test_the_command_is_killed_then_interrupted_then_ends_as_if_nothing_had_happened(tmp_path, task):
+def test_the_command_is_killed_then_interrupted_then_ends_as_if_nothing_had_happened(
+    tmp_path, task
+):
     """SIGKILL; --resume; Ctrl-C (of iac) or SIGTERM (of maac), which closes the run with a checkpoint; --resume.
 
     Ctrl-C reaches the whole process group, that of W&B too. Both algorithms at the same time.
@@ -404,17 +484,25 @@ def test_the_command_is_killed_then_interrupted_then_ends_as_if_nothing_had_happ
         assert not (run / "model").exists() and 1 <= state(run)["updates"] <= 2
         process = command(file, "--resume", run, pause=0.1)
         wait_for(process, run, 3)
-        os.killpg(process.pid, signal.SIGINT) if file == "iac" else os.kill(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGINT) if file == "iac" else os.kill(
+            process.pid, signal.SIGTERM
+        )
         text = process.communicate(timeout=100)[0]
         assert process.returncode == 130 and f"--resume {run}" in text, text
-        assert "Traceback" not in text and "KeyboardInterrupt" not in text and not (run / "model").exists()
+        assert (
+            "Traceback" not in text
+            and "KeyboardInterrupt" not in text
+            and not (run / "model").exists()
+        )
         done = state(run)
         assert done["updates"] >= 3 and done["items_done"] == [2, 3, 5, 6][done["updates"] - 1]
         (log,) = set(run.rglob("run-*.wandb")) - {killed}
         assert killed.stem == log.stem  # run-<id>: the same W&B run
         steps = [row["_step"] for row in history(log.parent)]  # waits until the run is closed
         assert records(log)[-1].exit.exit_code == 1
-        written = [r["env_step"] for r in rows(run)]  # the signal may fall between its last row and W&B's
+        written = [
+            r["env_step"] for r in rows(run)
+        ]  # the signal may fall between its last row and W&B's
         assert steps in (written[-len(steps) :], written[-len(steps) - 1 : -1])
 
     with ThreadPoolExecutor() as pool:
@@ -428,7 +516,10 @@ def test_the_command_is_killed_then_interrupted_then_ends_as_if_nothing_had_happ
 
 
 def test_flags_given_with_resume_win_over_those_of_the_folder(tmp_path, task):
-    argv, run = [*flags(SETTINGS | {"num_train_epochs": 1}), "--task", str(task), "--output-dir"], tmp_path / "run"
+    argv, run = (
+        [*flags(SETTINGS | {"num_train_epochs": 1}), "--task", str(task), "--output-dir"],
+        tmp_path / "run",
+    )
     assert run_command("iac.py", *argv, run).returncode == 0
     for flag, name in (
         ("--seed", "seed"),
@@ -437,7 +528,9 @@ def test_flags_given_with_resume_win_over_those_of_the_folder(tmp_path, task):
     ):
         before = contents(run)
         ended = run_command("iac.py", "--resume", run, flag, "0.5" if flag != "--seed" else "7")
-        assert ended.returncode == 1 and f"with {name}=" in ended.stderr and str(run) in ended.stderr, ended.stderr
+        assert (
+            ended.returncode == 1 and f"with {name}=" in ended.stderr and str(run) in ended.stderr
+        ), ended.stderr
         assert contents(run) == before
     ended = run_command("iac.py", "--resume", run, "--num-train-epochs", 2)
     assert ended.returncode == 0, ended.stderr
@@ -449,13 +542,18 @@ def test_flags_given_with_resume_win_over_those_of_the_folder(tmp_path, task):
 NO_RUNS = {
     "nothing": None,
     "an empty folder": {},
-    "a model": {name: (Path(TINY) / name).read_text() for name in ("config.json", "generation_config.json")},
+    "a model": {
+        name: (Path(TINY) / name).read_text() for name in ("config.json", "generation_config.json")
+    },
     "settings of somebody else": {"config.json": '{"seed": "abc", "agents": 3, "lr": 0.1}'},
     "a list": {"config.json": '["seed"]'},
     "a number": {"config.json": "3"},
     "no JSON": {"config.json": "seed = 3\n"},
     "metrics of somebody else": {"metrics.jsonl": '{"loss": 1.0}\n'},
-    "a run of somebody else": {"config.json": '{"seed": 3, "lr": 0.1}', "metrics.jsonl": '{"loss": 1.0}\n'},
+    "a run of somebody else": {
+        "config.json": '{"seed": 3, "lr": 0.1}',
+        "metrics.jsonl": '{"loss": 1.0}\n',
+    },
 }
 
 
@@ -483,7 +581,11 @@ def test_a_run_of_the_other_algorithm_is_refused_and_left_as_it_is(fork, whole, 
                 shutil.rmtree(run / "checkpoint"), shutil.rmtree(run / "model")
             before = contents(run)
             ended = fork("play", variant=other, folder=run)
-            assert ended.code == 1 and str(run) in ended.text.splitlines()[-1], (own, early, ended.text)
+            assert ended.code == 1 and str(run) in ended.text.splitlines()[-1], (
+                own,
+                early,
+                ended.text,
+            )
             assert contents(run) == before
 
 
@@ -496,7 +598,12 @@ def test_another_setting_is_refused_by_name_and_more_epochs_are_not(variant, for
     ended = fork("play_with", variant=variant, folder=run, settings={"num_train_epochs": 1})
     assert ended.code == 0, ended.text
     before = contents(run)
-    for name, value in {"seed": 2, "agent_learning_rate": 5e-4, "max_new_tokens": 3, "reference_kl_coef": 0.2}.items():
+    for name, value in {
+        "seed": 2,
+        "agent_learning_rate": 5e-4,
+        "max_new_tokens": 3,
+        "reference_kl_coef": 0.2,
+    }.items():
         trainer = make(variant, args={name: value})
         at_first, theirs = weights(trainer), getattr(make(variant).args, name)
         with pytest.raises(ValueError, match=f"{run}.*{name}={theirs!r}"):
@@ -532,7 +639,11 @@ def test_a_checkpoint_saved_elsewhere_goes_on_in_a_new_folder(variant, fork, who
     assert ended.code == 0, ended.text
     before = contents(elsewhere)
     ended = fork(
-        "go_on_from", variant=variant, elsewhere=elsewhere, folder=run, number=6 if "shared" in variant else 12
+        "go_on_from",
+        variant=variant,
+        elsewhere=elsewhere,
+        folder=run,
+        number=6 if "shared" in variant else 12,
     )
     assert ended.code == -signal.SIGKILL
     ended = fork("play", variant=variant, folder=run)
@@ -568,7 +679,11 @@ def stopped_by_an_error(variant, folder, number, name):
 
 @pytest.mark.parametrize(
     ("variant", "number", "name"),
-    [("iac-v", 6, "add_metrics"), ("iac-q-shared", 6, "optimizer_step"), ("maac-q", 11, "optimizer_step")],
+    [
+        ("iac-v", 6, "add_metrics"),
+        ("iac-q-shared", 6, "optimizer_step"),
+        ("maac-q", 11, "optimizer_step"),
+    ],
 )
 def test_the_same_trainer_can_go_on_after_an_error(variant, number, name, whole, tmp_path):
     """As in a notebook: mend what was wrong, and call train(resume_from=...) again."""
@@ -577,8 +692,12 @@ def test_the_same_trainer_can_go_on_after_an_error(variant, number, name, whole,
     assert_same_end(run, whole(variant)[0])
 
 
-@pytest.mark.parametrize(("variant", "number", "name"), [("iac-v", 5, "optimizer_step"), ("maac-q", 1, "appraise")])
-def test_the_same_trainer_begins_again_as_a_new_one_or_not_at_all(variant, number, name, whole, tmp_path):
+@pytest.mark.parametrize(
+    ("variant", "number", "name"), [("iac-v", 5, "optimizer_step"), ("maac-q", 1, "appraise")]
+)
+def test_the_same_trainer_begins_again_as_a_new_one_or_not_at_all(
+    variant, number, name, whole, tmp_path
+):
     """Its run stopped before there was a checkpoint, and it has drawn, or stepped too, since it was made."""
     run = tmp_path / "run"
     trainer = stopped_by_an_error(variant, run, number, name)
@@ -601,7 +720,9 @@ def test_a_resumed_run_is_the_same_wandb_run(variant, mode, whole, tmp_path, mon
 
     def spy(**options):
         run = init(**options)
-        seen.append((options["id"], options["resume"], run.id if mode == "offline" else options["id"]))
+        seen.append(
+            (options["id"], options["resume"], run.id if mode == "offline" else options["id"])
+        )
         return run
 
     monkeypatch.setattr(wandb, "init", spy)
@@ -614,7 +735,9 @@ def test_a_resumed_run_is_the_same_wandb_run(variant, mode, whole, tmp_path, mon
         trainer.train()
     make(variant, wandb_config=config).train(resume_from=str(run))
     assert_same_end(run, whole(variant)[0])
-    assert len(seen) == 2 and seen[0] == seen[1] and seen[0][1] == "allow" and seen[0][0] == seen[0][2]
+    assert (
+        len(seen) == 2 and seen[0] == seen[1] and seen[0][1] == "allow" and seen[0][0] == seen[0][2]
+    )
 
 
 # ------------------------------------------------------------------------------------------------- failing to save
@@ -640,12 +763,16 @@ def unsaveable(save, value, path):
 
 
 TROUBLES |= {
-    "no space": lambda trainer, n: [at(n + more, torch, "save", full_disk, before=True) for more in (0, 1)],
+    "no space": lambda trainer, n: [
+        at(n + more, torch, "save", full_disk, before=True) for more in (0, 1)
+    ],
     "a file may not grow": lambda trainer, n: at(n, torch, "save", file_size_limit, before=True),
     "what cannot be saved": lambda trainer, n: [
         at(n + more, torch, "save", unsaveable, before=True) for more in (0, 1)
     ],
-    "no permission": lambda trainer, n: [at(n + 1 + more, os, "replace", refuse, before=True) for more in (0, 1)],
+    "no permission": lambda trainer, n: [
+        at(n + 1 + more, os, "replace", refuse, before=True) for more in (0, 1)
+    ],
 }  # more: the attempt to leave a checkpoint as the run stops fails as well
 
 
@@ -663,7 +790,9 @@ TROUBLES |= {
 def test_a_checkpoint_that_fails_leaves_the_one_before(trouble, variant, fork, whole, tmp_path):
     run = tmp_path / "run"
     ended = fork("play", variant=variant, folder=run, trouble=trouble, number=3)
-    assert ended.code == 1 and str(run / "checkpoint" / "state.pt") in ended.text.splitlines()[-1], ended.text
+    assert (
+        ended.code == 1 and str(run / "checkpoint" / "state.pt") in ended.text.splitlines()[-1]
+    ), ended.text
     assert state(run)["updates"] == 2
     ended = fork("play", variant=variant, folder=run)
     assert ended.code == 0, ended.text
@@ -686,7 +815,9 @@ def small_disk(tmp_path):
 def test_a_disk_that_is_full_leaves_the_checkpoint_before(fork, whole, small_disk, tmp_path):
     run = small_disk / "run"
     ended = fork("play", variant="iac-v", folder=run)
-    assert ended.code == 1 and str(run / "checkpoint" / "state.pt") in ended.text.splitlines()[-1], ended.text
+    assert (
+        ended.code == 1 and str(run / "checkpoint" / "state.pt") in ended.text.splitlines()[-1]
+    ), ended.text
     assert state(run)["updates"] == 1
     shutil.copytree(run, tmp_path / "run")
     ended = fork("play", variant="iac-v", folder=tmp_path / "run")
@@ -730,9 +861,14 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(variant, fork):
         ("evaluation", "iac-v", signal.SIGTERM),
     ],
 )
-def test_a_signal_stops_a_rollout_at_once_and_an_update_when_it_is_done(moment, variant, number, whole, tmp_path):
+def test_a_signal_stops_a_rollout_at_once_and_an_update_when_it_is_done(
+    moment, variant, number, whole, tmp_path
+):
     run, calls = tmp_path / "run", []
-    trainer, handlers = make(variant, run), [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    trainer, handlers = (
+        make(variant, run),
+        [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)],
+    )
 
     def press(*args):
         for _ in range(1 + (moment == "update twice")):
@@ -757,7 +893,9 @@ def test_a_signal_stops_a_rollout_at_once_and_an_update_when_it_is_done(moment, 
     assert bool(calls) == (moment == "update")
     done = state(run)
     assert done["updates"] == {"update twice": trainer.updates}.get(moment, trainer.updates) > 0
-    if moment != "update twice":  # what was completed is in the checkpoint, also what came after the periodic one
+    if (
+        moment != "update twice"
+    ):  # what was completed is in the checkpoint, also what came after the periodic one
         assert same(done["weights"], [x.state_dict() for x in trainer.stateful])
     make(variant).train(resume_from=str(run))
     assert_same_end(run, whole(variant)[0])
@@ -781,7 +919,9 @@ def play_with_bad_reward(trainer, folder, case, number):
     trainer.args.checkpoint_interval = 0
     good, calls, marks = trainer.reward_func, [], []
     collect = trainer.collect
-    trainer.collect = lambda *args, **kwargs: marks.append(weights(trainer)) or collect(*args, **kwargs)
+    trainer.collect = lambda *args, **kwargs: (
+        marks.append(weights(trainer)) or collect(*args, **kwargs)
+    )
 
     def reward_func(a, b):
         calls.append(1)
@@ -791,16 +931,24 @@ def play_with_bad_reward(trainer, folder, case, number):
     try:
         start(trainer, folder)
     finally:
-        print("the weights stand still" if torch.equal(marks[-1], weights(trainer)) else "the weights have moved")
+        print(
+            "the weights stand still"
+            if torch.equal(marks[-1], weights(trainer))
+            else "the weights have moved"
+        )
 
 
-@pytest.mark.parametrize(("case", "number"), [*((case, n) for case in BAD_REWARDS for n in (1, 7)), ("raises", 9)])
+@pytest.mark.parametrize(
+    ("case", "number"), [*((case, n) for case in BAD_REWARDS for n in (1, 7)), ("raises", 9)]
+)
 def test_a_bad_reward_is_on_screen_and_costs_no_step_and_the_run_goes_on_once_it_is_mended(
     case, number, fork, whole, tmp_path
 ):
     variant, run = VARIANTS[(list(BAD_REWARDS).index(case) + number) % 3], tmp_path / "run"
     ended = fork("play_with_bad_reward", variant=variant, folder=run, case=case, number=number)
-    assert ended.code == 1 and BAD_REWARDS[case][1] in ended.text and f"--resume {run}" in ended.text, ended.text
+    assert (
+        ended.code == 1 and BAD_REWARDS[case][1] in ended.text and f"--resume {run}" in ended.text
+    ), ended.text
     assert "the weights stand still" in ended.text
     assert (run / "checkpoint" / "state.pt").exists() == (number > 1)
     ended = fork("play", variant=variant, folder=run)
@@ -813,7 +961,13 @@ def test_an_error_in_an_update_leaves_the_last_periodic_checkpoint(variant, whol
     """Half of an update is nothing to go on from."""
     run = tmp_path / "run"
     trainer, kept = make(variant, run, {"checkpoint_interval": 2}), []
-    at(2, trainer, "save_checkpoint", lambda *_: pytest.fail("half an update was saved"), before=True)
+    at(
+        2,
+        trainer,
+        "save_checkpoint",
+        lambda *_: pytest.fail("half an update was saved"),
+        before=True,
+    )
     at(1, trainer, "save_checkpoint", lambda *_: kept.append(contents(run / "checkpoint")))
     at(10 if "shared" in variant else 19, trainer, "optimizer_step", lambda *_: 1 / 0)
     seed_everything(5)
@@ -829,9 +983,18 @@ def test_an_error_in_an_update_leaves_the_last_periodic_checkpoint(variant, whol
 
 def creep(variant_name, folder):
     """Print, after each 20th update, how many tensors and objects live and how much memory they take, in MB."""
-    args = {"num_agents": 1, "num_turns": 1, "rollout_buffer_size": 1, "max_new_tokens": 1, "num_train_epochs": 200}
+    args = {
+        "num_agents": 1,
+        "num_turns": 1,
+        "rollout_buffer_size": 1,
+        "max_new_tokens": 1,
+        "num_train_epochs": 200,
+    }
     args |= {"eval_interval": 15, "checkpoint_interval": 15}  # of one update per epoch
-    given = {"reward_func": lambda a: value_of(*a), "metrics_callback": lambda episode: {"mine": len(episode)}}
+    given = {
+        "reward_func": lambda a: value_of(*a),
+        "metrics_callback": lambda episode: {"mine": len(episode)},
+    }
     given["train_dataset"] = [{"prompt": "sum to 7", "n": 7}]
     trainer, page = make(variant_name, folder, args, **given), resource.getpagesize()
     report = trainer.report

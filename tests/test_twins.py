@@ -8,10 +8,37 @@ import pytest
 from conftest import ROOT
 
 TWINS = ["iac.py", "maac.py"]
-SECTIONS = ["1 config", "2 task", "3 critic", "4 buffer record", "5 targets, advantages and losses", "6 trainer"]
+SECTIONS = [
+    "1 config",
+    "2 task",
+    "3 critic",
+    "4 buffer record",
+    "5 targets, advantages and losses",
+    "6 trainer",
+]
 SECTIONS += ["7 main"]
-ALGORITHM = {"reward", "rewards", "advantage", "advantages", "loss", "losses", "optimizer", "backward", "buffer"}
-ALGORITHM |= {"discount", "target", "targets", "wandb", "json", "tqdm", "args", "config_class", "save_pretrained"}
+ALGORITHM = {
+    "reward",
+    "rewards",
+    "advantage",
+    "advantages",
+    "loss",
+    "losses",
+    "optimizer",
+    "backward",
+    "buffer",
+}
+ALGORITHM |= {
+    "discount",
+    "target",
+    "targets",
+    "wandb",
+    "json",
+    "tqdm",
+    "args",
+    "config_class",
+    "save_pretrained",
+}
 
 
 def source(name):
@@ -43,7 +70,10 @@ def out_of_order(one, other):
 
 def test_the_twins_differ_in_at_most_15_percent_of_their_lines():
     one, other = (source(name).splitlines() for name in TWINS)
-    same = sum(block.size for block in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks())
+    same = sum(
+        block.size
+        for block in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks()
+    )
     assert len(one) + len(other) - 2 * same <= 0.15 * (len(one) + len(other))
 
 
@@ -57,8 +87,12 @@ def test_sections_stand_in_the_published_order(name):
 def test_functions_of_the_same_name_stand_in_the_same_order():
     one, other = map(source, TWINS)
     assert len(functions(one)) > 40 and not out_of_order(one, other)
-    moved = re.sub(r"(?s)(def policy_loss.*?\n\n\n)(.*?)(def explained_variance.*?\n\n\n)", r"\3\2\1", one)
-    assert moved != one and out_of_order(moved, other)  # the check does see a function that has moved
+    moved = re.sub(
+        r"(?s)(def policy_loss.*?\n\n\n)(.*?)(def explained_variance.*?\n\n\n)", r"\3\2\1", one
+    )
+    assert moved != one and out_of_order(
+        moved, other
+    )  # the check does see a function that has moved
 
 
 @pytest.mark.parametrize(("name", "most"), [("iac.py", 956), ("maac.py", 938), ("common.py", 274)])
@@ -69,7 +103,11 @@ def test_files_are_short(name, most):
 @pytest.mark.parametrize("name", [*TWINS, "common.py"])
 def test_functions_fit_a_screen(name):
     lengths = {path: node.end_lineno - node.lineno + 1 for path, node in functions(source(name))}
-    long = {path: n for path, n in lengths.items() if n > 60 and path.split(".")[-1] not in ("__init__", "train")}
+    long = {
+        path: n
+        for path, n in lengths.items()
+        if n > 60 and path.split(".")[-1] not in ("__init__", "train")
+    }
     assert not long
 
 
@@ -88,4 +126,6 @@ def test_common_holds_no_algorithm_and_sees_no_config():
             names.add(node.arg)
     assert not imported & {"iac", "maac", "tyro", "wandb", "tqdm", "json", "dataclasses"}
     assert not names & ALGORITHM
-    assert [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] == ["Scores"]  # a plain record
+    assert [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] == [
+        "Scores"
+    ]  # a plain record

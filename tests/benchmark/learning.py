@@ -33,7 +33,13 @@ import speed
 HERE = Path(__file__).resolve().parent
 ROOT, RESULTS = HERE.parent.parent, HERE / "results"
 PIECES = 32  # points that the training rows of a run are averaged to
-DROPPED = ("/expected_return", "/policy_loss", "/finished_fraction", "/value_loss", "_prompts")  # metrics not kept
+DROPPED = (
+    "/expected_return",
+    "/policy_loss",
+    "/finished_fraction",
+    "/value_loss",
+    "_prompts",
+)  # metrics not kept
 SHOWN = 3  # rows of the evaluation set whose answers are kept: the first ones, whatever they are
 
 # -------------------------------------------------------------------------------------------------------- 1 studies
@@ -64,8 +70,16 @@ PEER = {
     "comlrl IAC separate v 1 turn": {"file": "iac", "peer": True},
     "comlrl MAAC v 1 turn": {"file": "maac", "peer": True},
 }
-PRIVATE = {"task": "tests/tasks/private_numbers.py", "critic_learning_rate": 1e-3, "num_train_epochs": 6}
-PRIVATE |= {"eval_interval": 200, "eval_num_samples": 100, "eval_batch_size": 100}  # all pairs of numbers
+PRIVATE = {
+    "task": "tests/tasks/private_numbers.py",
+    "critic_learning_rate": 1e-3,
+    "num_train_epochs": 6,
+}
+PRIVATE |= {
+    "eval_interval": 200,
+    "eval_num_samples": 100,
+    "eval_batch_size": 100,
+}  # all pairs of numbers
 TLDR = {
     "task": "tests/tasks/tldr.py",
     "agent_model": "tests/smollm2",
@@ -88,7 +102,12 @@ ALGORITHMS = IAC | {"MAAC": CENTRAL}
 
 def panel(metric, *words, x="env_step", title=None):
     """A panel shows a metric of the variants whose names hold all the words."""
-    return {"metric": metric, "words": words, "x": x, "title": title or ", ".join([metric, *map(str.strip, words)])}
+    return {
+        "metric": metric,
+        "words": words,
+        "x": x,
+        "title": title or ", ".join([metric, *map(str.strip, words)]),
+    }
 
 
 LEVELS = ["tldr/structure", "tldr/length", "tldr/vocabulary", "tldr/style"]
@@ -101,7 +120,13 @@ STUDIES = {
         "panels": [
             *(panel("reward", f" {kind} ", turns) for kind in "vq" for turns in TURNS),
             panel("training reward", " v ", "1 turn"),
-            panel("training reward", " v ", "1 turn", x="seconds", title="training reward, v, 1 turn, by seconds"),
+            panel(
+                "training reward",
+                " v ",
+                "1 turn",
+                x="seconds",
+                title="training reward, v, 1 turn, by seconds",
+            ),
         ],
         "reach": 0.9,
     },
@@ -117,7 +142,12 @@ STUDIES = {
         "seeds": [1],
         "flags": TLDR,
         "variants": ALGORITHMS,
-        "panels": [panel("reward"), *map(panel, LEVELS), panel("tldr/words_1"), panel("tldr/words_2")],
+        "panels": [
+            panel("reward"),
+            *map(panel, LEVELS),
+            panel("tldr/words_1"),
+            panel("tldr/words_2"),
+        ],
     },
     "advantage_normalization": {
         "title": "Advantage normalisation",
@@ -133,7 +163,9 @@ STUDIES = {
         "lesson": "Each round pays for itself, so looking ahead gains nothing; the run that fell back had discount 1.",
         "seeds": [1, 2, 3],
         "flags": SHORT | {"num_turns": 2} | HALF,
-        "variants": crossed(IAC, {"discount 1": {}} | {f"discount {x}": {"discount": x} for x in (0.0, 0.5)}),
+        "variants": crossed(
+            IAC, {"discount 1": {}} | {f"discount {x}": {"discount": x} for x in (0.0, 0.5)}
+        ),
         "panels": [panel(f"turn_{t}/reward_mean") for t in (1, 2)],
         "reach": 0.9,
     },
@@ -145,7 +177,10 @@ STUDIES = {
         "variants": crossed(
             IAC,
             {"no penalty": {}}
-            | {f"coefficient {x}": {"reference_kl_enabled": True, "reference_kl_coef": x} for x in (0.01, 0.1, 0.3)},
+            | {
+                f"coefficient {x}": {"reference_kl_enabled": True, "reference_kl_coef": x}
+                for x in (0.01, 0.1, 0.3)
+            },
         ),
         "panels": [panel("reward"), panel("agent_0/reference_kl", "coefficient")],
         "reach": 0.9,
@@ -155,7 +190,10 @@ STUDIES = {
         "lesson": "Sampling and score share it: a low one sharpens both and learns faster, a high one slower.",
         "seeds": [1, 2, 3],
         "flags": SHORT,
-        "variants": crossed(IAC, {"temperature 1": {}} | {f"temperature {x}": {"temperature": x} for x in (0.5, 1.5)}),
+        "variants": crossed(
+            IAC,
+            {"temperature 1": {}} | {f"temperature {x}": {"temperature": x} for x in (0.5, 1.5)},
+        ),
         "panels": [panel("reward")],
         "reach": 0.9,
     },
@@ -164,7 +202,9 @@ STUDIES = {
         "lesson": "More and noisier updates win at equal answers, though each teaches less.",
         "seeds": [1, 2, 3],
         "flags": SHORT,
-        "variants": crossed(IAC, {"buffer 64": {}} | {f"buffer {x}": {"rollout_buffer_size": x} for x in (16, 256)}),
+        "variants": crossed(
+            IAC, {"buffer 64": {}} | {f"buffer {x}": {"rollout_buffer_size": x} for x in (16, 256)}
+        ),
         "panels": [panel("reward")],
         "reach": 0.9,
     },
@@ -175,7 +215,14 @@ STUDIES = {
 
 def command_line(variant, seed, folder):
     """The command of one run, as a list."""
-    line = [sys.executable, f"{variant['file']}.py", "--seed", str(seed), "--output-dir", str(folder)]
+    line = [
+        sys.executable,
+        f"{variant['file']}.py",
+        "--seed",
+        str(seed),
+        "--output-dir",
+        str(folder),
+    ]
     for name, value in variant.items():
         flag = name.replace("_", "-")
         if name in ("file", "peer"):
@@ -189,10 +236,19 @@ def command_line(variant, seed, folder):
 
 def run_variant(variant, seed, folder, peer_python):
     """Make one run, or finish it, and return its curves."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+    }
     environment["PYTHONPATH"] = str(ROOT)
     if variant.get("peer"):
-        line = [peer_python, str(Path(__file__).resolve()), "--peer-run", json.dumps(variant | {"seed": seed})]
+        line = [
+            peer_python,
+            str(Path(__file__).resolve()),
+            "--peer-run",
+            json.dumps(variant | {"seed": seed}),
+        ]
         line[-1:] = [line[-1], "--peer-file", f"{folder}.jsonl"]
         if not folder.with_suffix(".done").exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -201,13 +257,17 @@ def run_variant(variant, seed, folder, peer_python):
         return read_peer(f"{folder}.jsonl")
     line = command_line(variant, seed, folder)
     if not (folder / "model").exists() and not (folder / "finished").exists():
-        checkpoints = [folder / name for name in ("checkpoint", "checkpoint.old") if (folder / name).exists()]
+        checkpoints = [
+            folder / name for name in ("checkpoint", "checkpoint.old") if (folder / name).exists()
+        ]
         if checkpoints:
             line += ["--resume", str(folder)]
         elif folder.exists():
             shutil.rmtree(folder)  # a run that was interrupted before its first checkpoint
         with open(folder.parent / f"{folder.name}.log", "a") as log:
-            subprocess.run(line, cwd=ROOT, env=environment, check=True, stdout=log, stderr=subprocess.STDOUT)
+            subprocess.run(
+                line, cwd=ROOT, env=environment, check=True, stdout=log, stderr=subprocess.STDOUT
+            )
         (folder / "finished").touch()
     return read_run(folder)
 
@@ -221,7 +281,10 @@ def average(rows):
 def tidy(rows):
     kept = [{name: x for name, x in row.items() if not name.endswith(DROPPED)} for row in rows]
     kept = [{name: x for name, x in row.items() if not name.startswith("time/")} for row in kept]
-    return [{name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in row.items()} for row in kept]
+    return [
+        {name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in row.items()}
+        for row in kept
+    ]
 
 
 def read_run(folder):
@@ -238,7 +301,11 @@ def read_run(folder):
         if any(name.startswith("eval/") for name in row):
             wanted = {name[5:]: x for name, x in row.items() if name.startswith("eval/")}
             last = max(a["turn"] for a in answers)
-            scores = [a["reward"] for a in answers if a["env_step"] == row["env_step"] and a["turn"] == last]
+            scores = [
+                a["reward"]
+                for a in answers
+                if a["env_step"] == row["env_step"] and a["turn"] == last
+            ]
             spread = {
                 "samples": len(scores) / len({a["agent"] for a in answers}),
                 "deviation": statistics.pstdev(scores),
@@ -258,7 +325,12 @@ def read_peer(file):
     rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
     size = math.ceil(len(rows) / PIECES)
     train = [average(rows[start : start + size]) for start in range(0, len(rows), size)]
-    return {"train": tidy(train), "eval": [], "seconds": round(rows[-1]["seconds"], 1), "env_step": len(rows)}
+    return {
+        "train": tidy(train),
+        "eval": [],
+        "seconds": round(rows[-1]["seconds"], 1),
+        "env_step": len(rows),
+    }
 
 
 def peer_run(variant, file):
@@ -272,7 +344,9 @@ def peer_run(variant, file):
     from datasets import Dataset
     from transformers import AutoTokenizer
 
-    sys.modules.setdefault("tyro", types.ModuleType("tyro"))  # of iac.py only the task is wanted here
+    sys.modules.setdefault(
+        "tyro", types.ModuleType("tyro")
+    )  # of iac.py only the task is wanted here
     import iac
 
     random.seed(variant["seed"])
@@ -284,16 +358,34 @@ def peer_run(variant, file):
         nonlocal count
         rewards = task["reward_func"](*answers, batch_items=batch_items)
         count += 1
-        row = {"env_step": count, "seconds": time.perf_counter() - started, "turn_1/reward_mean": rewards[0]}
+        row = {
+            "env_step": count,
+            "seconds": time.perf_counter() - started,
+            "turn_1/reward_mean": rewards[0],
+        }
         with open(file, "a") as out:
             out.write(json.dumps(row) + "\n")
         return rewards
 
-    known = ("num_train_epochs", "rollout_buffer_size", "max_new_tokens", "agent_learning_rate", "critic_learning_rate")
+    known = (
+        "num_train_epochs",
+        "rollout_buffer_size",
+        "max_new_tokens",
+        "agent_learning_rate",
+        "critic_learning_rate",
+    )
     flags = {name: value for name, value in (iac.DEMO | variant).items() if name in known}
-    flags |= {"num_turns": 1, "temperature": 1.0, "top_p": 1.0, "early_termination_threshold": None, "eval_interval": 0}
+    flags |= {
+        "num_turns": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "early_termination_threshold": None,
+        "eval_interval": 0,
+    }
     flags["top_k"] = 0  # None would be the default of transformers, 50
-    config, trainer = (IACConfig, IACTrainer) if variant["file"] == "iac" else (MAACConfig, MAACTrainer)
+    config, trainer = (
+        (IACConfig, IACTrainer) if variant["file"] == "iac" else (MAACConfig, MAACTrainer)
+    )
     Path(file).unlink(missing_ok=True)
     trainer(
         agent_model=iac.TINY_LM,
@@ -320,7 +412,11 @@ def value(row, metric):
         return statistics.fmean(values) if values else None
     if metric == "advantage variance":
         means = [x for name, x in row.items() if name.endswith("/advantage_mean")]
-        return row["advantage_square"] - statistics.fmean(means) ** 2 if "advantage_square" in row and means else None
+        return (
+            row["advantage_square"] - statistics.fmean(means) ** 2
+            if "advantage_square" in row and means
+            else None
+        )
     return row.get(metric)
 
 
@@ -351,20 +447,30 @@ def draw(name, study, results, folder):
     panels = study["panels"]
     columns = min(3 if len(panels) % 3 == 0 else 4, len(panels))
     lines = math.ceil(len(panels) / columns)
-    figure, axes = pyplot.subplots(lines, columns, figsize=(4.2 * columns, 3.1 * lines), squeeze=False)
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(4.2 * columns, 3.1 * lines), squeeze=False
+    )
     for axis in axes.flat[len(panels) :]:
         axis.remove()
     for axis, spec in zip(axes.flat, panels, strict=False):
         for label, entry in results["variants"].items():
             wanted = all(word in f" {label} " for word in spec["words"])
-            curves = [curve(run, spec["metric"], spec["x"]) for run in entry["runs"].values()] if wanted else []
+            curves = (
+                [curve(run, spec["metric"], spec["x"]) for run in entry["runs"].values()]
+                if wanted
+                else []
+            )
             if not all(curves) or not curves:
                 continue
-            points = [zip(*column, strict=True) for column in zip(*curves, strict=False)]  # of all runs at one place
+            points = [
+                zip(*column, strict=True) for column in zip(*curves, strict=False)
+            ]  # of all runs at one place
             points = [(statistics.fmean(x), *mean_and_spread(y)) for x, y in points]
             x, mean, spread = zip(*points, strict=True)
             axis.plot(x, mean, label=label, linewidth=1.5)
-            low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
+            low, high = (
+                [m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1)
+            )
             axis.fill_between(x, low, high, alpha=0.2, linewidth=0)
         axis.set_title(spec["title"].replace("  ", " "), fontsize=10)
         axis.set_xlabel("joint answers" if spec["x"] == "env_step" else spec["x"], fontsize=8)
@@ -392,7 +498,11 @@ def reached(run, metric, goal):
 
 def runs_of(results):
     """{variant: its runs}, of those variants that have some."""
-    return {label: list(entry["runs"].values()) for label, entry in results["variants"].items() if entry["runs"]}
+    return {
+        label: list(entry["runs"].values())
+        for label, entry in results["variants"].items()
+        if entry["runs"]
+    }
 
 
 def table(name, study, results):
@@ -401,11 +511,25 @@ def table(name, study, results):
     metric = study["panels"][0]["metric"]
     goal = study.get("reach")
     if isinstance(goal, str):
-        goal = statistics.fmean(ends(run, metric)[1] for run in variants[goal]) if goal in variants else None
+        goal = (
+            statistics.fmean(ends(run, metric)[1] for run in variants[goal])
+            if goal in variants
+            else None
+        )
     page = [f"# {study['title']}", "", f"![curves]({name}.png)", ""]
-    page += [f"Mean ± standard deviation over the runs; last: the mean of the last three points. Metric: {metric}.", ""]
+    page += [
+        f"Mean ± standard deviation over the runs; last: the mean of the last three points. Metric: {metric}.",
+        "",
+    ]
     page += [study["lesson"], ""] if "lesson" in study else []
-    head = ["variant", "runs", "joint answers", "first", "last", f"answers to reach {goal:.3f}" if goal else ""]
+    head = [
+        "variant",
+        "runs",
+        "joint answers",
+        "first",
+        "last",
+        f"answers to reach {goal:.3f}" if goal else "",
+    ]
     head = [*filter(None, head), "explained variance at the end", "joint answers/s"]
     head = head[:-1] if name == "tldr" else head  # hours beside other work: seconds mean nothing
     page += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
@@ -415,7 +539,11 @@ def table(name, study, results):
         if goal:
             steps = [reached(run, metric, goal) for run in runs]
             found = [x for x in steps if x is not None]
-            missed = f", {len(steps) - len(found)} of {len(steps)} never" if len(found) < len(steps) else ""
+            missed = (
+                f", {len(steps) - len(found)} of {len(steps)} never"
+                if len(found) < len(steps)
+                else ""
+            )
             cells.append((shown(found, 0) if found else "-") + missed)
         explained = [y[-1][1] for run in runs if (y := curve(run, "explained variance"))]
         cells.append(shown(explained, 2) if explained else "-")
@@ -426,13 +554,24 @@ def table(name, study, results):
         page += answers(variants)
     page += ["", "## How it was made", ""]
     made = {
-        tuple(run[k] for k in ("command", "commit", "date", "machine")) for runs in variants.values() for run in runs
+        tuple(run[k] for k in ("command", "commit", "date", "machine"))
+        for runs in variants.values()
+        for run in runs
     }
-    page += [f"- `{command}`, commit {commit}, {date}, {machine}" for command, commit, date, machine in sorted(made)]
-    page += ["", f"Settings: `{json.dumps(study['flags'])}` and what the demo has otherwise; each variant besides:", ""]
+    page += [
+        f"- `{command}`, commit {commit}, {date}, {machine}"
+        for command, commit, date, machine in sorted(made)
+    ]
+    page += [
+        "",
+        f"Settings: `{json.dumps(study['flags'])}` and what the demo has otherwise; each variant besides:",
+        "",
+    ]
     for label in variants:
         flags = results["variants"][label]["flags"]
-        page.append(f"- {label}: `{json.dumps({k: v for k, v in flags.items() if study['flags'].get(k) != v})}`")
+        page.append(
+            f"- {label}: `{json.dumps({k: v for k, v in flags.items() if study['flags'].get(k) != v})}`"
+        )
     return "\n".join(page) + "\n"
 
 
@@ -440,7 +579,10 @@ def gain(run):
     """First evaluation and mean of the last five, with their standard errors as text, and the gain in those."""
     rows = [(value(row, "reward"), row["deviation"] / row["samples"] ** 0.5) for row in run["eval"]]
     late = rows[-5:]
-    last, error = statistics.fmean(m for m, _ in late), math.hypot(*(e for _, e in late)) / len(late)
+    last, error = (
+        statistics.fmean(m for m, _ in late),
+        math.hypot(*(e for _, e in late)) / len(late),
+    )
     sigma = (last - rows[0][0]) / math.hypot(error, rows[0][1])
     return f"{rows[0][0]:.3f} ± {rows[0][1]:.3f}", f"{last:.3f} ± {error:.3f}", sigma
 
@@ -458,7 +600,12 @@ def answers(variants):
             page.append(f"| {label} | {first} | {last} | {sigma:.1f} |")
     page += ["", "Here ± is the standard error over the samples of an evaluation.", ""]
     for label, runs in variants.items():
-        page += [f"## Answers, {label}", "", f"To the first {SHOWN} posts of the evaluation set, not selected.", ""]
+        page += [
+            f"## Answers, {label}",
+            "",
+            f"To the first {SHOWN} posts of the evaluation set, not selected.",
+            "",
+        ]
         first, last = (pick(x["env_step"] for x in runs[0]["answers"]) for pick in (min, max))
         for row in range(SHOWN):
             given = [x for x in runs[0]["answers"] if x["row"] == row]
@@ -481,46 +628,78 @@ def load_results(folder, name):
 def readme(folder):
     """The lines of the README that hold results, out of the JSON files in the folder."""
     numbers = load_results(folder, "numbers")
-    lines = ["| number game | one round | answers to 0.9 | two rounds |", "| --- | --- | --- | --- |"]
-    for label in dict.fromkeys(label.removesuffix(" 1 turn").removesuffix(" 2 turns") for label in numbers):
+    lines = [
+        "| number game | one round | answers to 0.9 | two rounds |",
+        "| --- | --- | --- | --- |",
+    ]
+    for label in dict.fromkeys(
+        label.removesuffix(" 1 turn").removesuffix(" 2 turns") for label in numbers
+    ):
         one, two = (numbers.get(f"{label} {turns}", []) for turns in TURNS)
         if not one or not one[0]["eval"]:
             continue
         steps = [reached(run, "reward", 0.9) for run in one]
         found = [x for x in steps if x is not None]
         cells = [label, shown([ends(run, "reward")[1] for run in one], 3)]
-        cells.append((f"{statistics.fmean(found):.0f}" if found else "-") + f" ({len(found)} of {len(steps)} runs)")
+        cells.append(
+            (f"{statistics.fmean(found):.0f}" if found else "-")
+            + f" ({len(found)} of {len(steps)} runs)"
+        )
         cells.append(shown([ends(run, "reward")[1] for run in two], 3) if two else "-")
         lines.append("| " + " | ".join(cells) + " |")
-    late = [run["eval"][-1] for label, runs in numbers.items() if "2 turns" in label for run in runs]
+    late = [
+        run["eval"][-1] for label, runs in numbers.items() if "2 turns" in label for run in runs
+    ]
     low = sorted(value(row, "reward") for row in late if value(row, "reward") < 0.9)
     ends_low = ", ".join(f"{x:.2f}" for x in low)
-    lines += ["", f"- Two rounds: {len(low)} of {len(late)} runs fell back and ended at {ends_low}."]
+    lines += [
+        "",
+        f"- Two rounds: {len(low)} of {len(late)} runs fell back and ended at {ends_low}.",
+    ]
     sides = []
-    for label in [x for peer in numbers if peer.startswith("comlrl") for x in (peer, peer.removeprefix("comlrl "))]:
-        last = [statistics.fmean(y for _, y in curve(run, "training reward")[-3:]) for run in numbers[label]]
+    for label in [
+        x
+        for peer in numbers
+        if peer.startswith("comlrl")
+        for x in (peer, peer.removeprefix("comlrl "))
+    ]:
+        last = [
+            statistics.fmean(y for _, y in curve(run, "training reward")[-3:])
+            for run in numbers[label]
+        ]
         seconds = statistics.fmean(run["seconds"] for run in numbers[label])
         found = f"{shown(last, 3)} in {seconds:.0f} s ({len(last)} run{'s' * (len(last) > 1)})"
         sides.append(f"{label.removesuffix(' v 1 turn')} {found}")
     if sides:
-        lines.append(f"- Training reward at the end, v, one round, beside other work: {', '.join(sides)}.")
+        lines.append(
+            f"- Training reward at the end, v, one round, beside other work: {', '.join(sides)}."
+        )
     private = load_results(folder, "private_numbers")
     if private:
         explained = {
-            label: shown([curve(x, "explained variance")[-1][1] for x in private[label]], 2) for label in private
+            label: shown([curve(x, "explained variance")[-1][1] for x in private[label]], 2)
+            for label in private
         }
         goal = statistics.fmean(ends(run, "earned")[1] for run in private["IAC"])
         steps = statistics.fmean(reached(run, "earned", goal) for run in private["MAAC"])
-        rewards = {label: shown([ends(run, "earned")[1] for run in private[label]], 3) for label in private}
+        rewards = {
+            label: shown([ends(run, "earned")[1] for run in private[label]], 3) for label in private
+        }
         seen = f"explained variance {explained['MAAC']} with MAAC, {explained['IAC']} with IAC"
         seen += f"; reward {rewards['MAAC']} and {rewards['IAC']}"
         lines.append(f"- Private numbers: {seen}; MAAC reaches IAC's after {steps:.0f} answers.")
     gains = {label: gain(runs[0]) for label, runs in load_results(folder, "tldr").items()}
-    found = [f"{label} {first} to {last}, by {sigma:.1f} errors" for label, (first, last, sigma) in gains.items()]
+    found = [
+        f"{label} {first} to {last}, by {sigma:.1f} errors"
+        for label, (first, last, sigma) in gains.items()
+    ]
     lines.append(f"- Summaries, before and over the last five evaluations: {'; '.join(found)}.")
     for name, study in STUDIES.items():
         if "lesson" in study and (made := load_results(folder, name)):
-            ends_of = {label.removeprefix("IAC "): [ends(run, "reward")[1] for run in made[label]] for label in made}
+            ends_of = {
+                label.removeprefix("IAC "): [ends(run, "reward")[1] for run in made[label]]
+                for label in made
+            }
             found = ", ".join(f"{label} {shown(values, 3)}" for label, values in ends_of.items())
             lines.append(f"- {study['title']} (IAC, number game): {found}. {study['lesson']}")
     return lines
@@ -533,7 +712,9 @@ def run_study(name, study, options):
     """Make the runs that are missing, `--jobs` at a time, and write results/NAME.json after each."""
     path = options.results / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    results = json.loads(path.read_text()) if path.exists() else {"title": study["title"], "variants": {}}
+    results = (
+        json.loads(path.read_text()) if path.exists() else {"title": study["title"], "variants": {}}
+    )
     wanted, writing = [], threading.Lock()
     for label, variant in study["variants"].items():
         if options.only and label not in options.only:
@@ -551,7 +732,11 @@ def run_study(name, study, options):
 
     def make(label, variant, seed):
         key = hashlib.sha256(json.dumps(variant, sort_keys=True).encode()).hexdigest()[:8]
-        folder = options.runs / f"{'peer-' * ('peer' in variant)}{variant['file']}-{key}" / f"seed_{seed}"
+        folder = (
+            options.runs
+            / f"{'peer-' * ('peer' in variant)}{variant['file']}-{key}"
+            / f"seed_{seed}"
+        )
         folder.parent.mkdir(parents=True, exist_ok=True)
         run = run_variant(variant, seed, folder, options.peer_python)
         with writing:
@@ -559,7 +744,10 @@ def run_study(name, study, options):
             entry["runs"][str(seed)] = run | origin()
             entry["runs"] = dict(sorted(entry["runs"].items(), key=lambda item: int(item[0])))
             path.write_text(json.dumps(results, indent=None, separators=(",", ":")) + "\n")
-        print(f"{name}, {label}, seed {seed}: {run['env_step']} joint answers in {run['seconds']} s", flush=True)
+        print(
+            f"{name}, {label}, seed {seed}: {run['env_step']} joint answers in {run['seconds']} s",
+            flush=True,
+        )
 
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
@@ -589,15 +777,25 @@ def origin():
 
 def parse(line=None):
     """The options of a command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("studies", nargs="*", metavar="study", help="which; none: list them")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of the study's own")
-    parser.add_argument("--only", nargs="+", help="names of variants; the others are left as they are")
+    parser.add_argument(
+        "--only", nargs="+", help="names of variants; the others are left as they are"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each with one thread")
     parser.add_argument("--draw", action="store_true", help="make no runs")
-    parser.add_argument("--readme", action="store_true", help="print the README's lines with results")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning", help="folder for the runs")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON, figures and tables")
+    parser.add_argument(
+        "--readme", action="store_true", help="print the README's lines with results"
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=ROOT / "runs" / "learning", help="folder for the runs"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder for JSON, figures and tables"
+    )
     parser.add_argument("--peer-python", help="Python of a virtual environment with comlrl==1.4.3")
     parser.add_argument("--peer-run", help=argparse.SUPPRESS)
     parser.add_argument("--peer-file", help=argparse.SUPPRESS)

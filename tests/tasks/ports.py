@@ -18,7 +18,11 @@ def reward_func(first, second, *, batch_items):
 
 
 def external_transition(
-    prompt, agent_completions, num_agents, prompt_history_per_agent=None, response_history_per_agent=None
+    prompt,
+    agent_completions,
+    num_agents,
+    prompt_history_per_agent=None,
+    response_history_per_agent=None,
 ):
     assert len(prompt_history_per_agent) == len(response_history_per_agent) == num_agents
     assert [history[-1] for history in response_history_per_agent] == list(agent_completions)

@@ -98,7 +98,10 @@ def metrics_callback(samples):
     rows = []
     for concise, detailed in zip(*texts, strict=True):
         points = [*levels(concise, detailed), 0, 0, 0, 0][:4]
-        ratios = [len(detailed) / max(1, len(concise)), len(words(detailed)) / max(1, len(words(concise)))]
+        ratios = [
+            len(detailed) / max(1, len(concise)),
+            len(words(detailed)) / max(1, len(words(concise))),
+        ]
         lengths, style = [len(concise.split()), len(detailed.split())], [transition_kinds(detailed)]
         rows.append([*points, *lengths, *ratios, *style, jaccard(concise, detailed)])
     names = "structure length vocabulary style words_1 words_2 length_ratio vocabulary_ratio transition_kinds jaccard"
@@ -122,6 +125,10 @@ if os.environ.get("TLDR_DATASET"):
     dataset = load_dataset(os.environ["TLDR_DATASET"])
     train_dataset, eval_dataset = dataset["train"], dataset["validation"]
 else:
-    posts = (Path(__file__).parent / "tldr_posts.txt").read_text(encoding="utf-8").strip().split("\n\n")
+    posts = (
+        (Path(__file__).parent / "tldr_posts.txt").read_text(encoding="utf-8").strip().split("\n\n")
+    )
     train_dataset = [{"prompt": post} for post in posts[:32]]
-    eval_dataset = [{"prompt": post} for post in posts[32:]] * 3  # 16 posts, each answered three times
+    eval_dataset = [
+        {"prompt": post} for post in posts[32:]
+    ] * 3  # 16 posts, each answered three times
