@@ -16,8 +16,8 @@ agent and KL penalties, of which it learns the mean. (In iac.py every agent has 
     losses     actor   -mean_b log pi_i(a_b|h_b) * A_b
                critic  value_loss_coef * mean_b (C(b) - y_b)^2
 
-The critic reads one text (`critic_text` below), tokenized with agent 0's tokenizer. With "q" and
-two agents it is:
+The critic reads one text (`critic_text` below), tokenized with agent 0's tokenizer. With "q" and two
+agents it is:
 
     [agent 1]\n<prompt>\n[agent 2]\n<prompt>\n[answer 1]\n<answer>\n[answer 2]\n<answer>
 
@@ -52,6 +52,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -72,15 +73,12 @@ import common
 
 # ----------------------------------------------------------------------------------------- 1 config
 
+DEVICES = ("agent_devices", "critic_devices", "reference_devices")
 STRICT = pydantic.ConfigDict(
     strict=True, extra="forbid", validate_assignment=True, allow_inf_nan=False
 )
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Devices = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
-    Field(min_length=1),
-    pydantic.BeforeValidator(lambda x: [x] if isinstance(x, str) else x),
-]
+Devices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 
 @pydantic.dataclasses.dataclass(config=STRICT)
@@ -129,6 +127,24 @@ class Config:
     logging_steps: PositiveInt = 1  # joint answers between two logged rows, at least
     checkpoint_interval: NonNegativeInt = 0  # updates between checkpoints; 0 = one at the end
 
+    @pydantic.field_validator(
+        "critic_type", "critic_learning_rate", "parallel_training", mode="before"
+    )
+    @classmethod
+    def read_null(cls, x: Any, info: pydantic.ValidationInfo) -> Any:
+        """Take these as comlrl's YAML files may have them: null, or in capitals."""
+        if x is None or x == "null":
+            learning_rate = info.data.get("agent_learning_rate")
+            null = {"critic_type": "v", "parallel_training": "none"}
+            return null.get(info.field_name, learning_rate)
+        return x.strip().lower() if isinstance(x, str) else x
+
+    @pydantic.field_validator(*DEVICES, mode="before")
+    @classmethod
+    def read_devices(cls, x: Any) -> Any:
+        """Take one name, or several."""
+        return [x] if isinstance(x, str) else list(x) if isinstance(x, tuple) else x
+
     def __post_init__(self) -> None:
         """Refuse what does not go together."""
         if self.train_batch_size is None:
@@ -136,10 +152,16 @@ class Config:
         if self.num_turns > 1 and self.num_generations > 1:
             generations = f"num_generations={self.num_generations}"
             raise ValueError(f"{generations} must be 1 with num_turns={self.num_turns}")
-        groups = {"agent_devices": self.agent_devices, "critic_devices": self.critic_devices}
-        for name, devices in groups.items():
-            if self.parallel_training == "mp" and devices is None:
+        first = None
+        for name in DEVICES:
+            needed = name != "reference_devices"
+            devices = getattr(self, name)
+            if self.parallel_training == "mp" and needed and devices is None:
                 raise ValueError(f"{name}=None: parallel_training='mp' needs device names")
+            first = first or (devices and devices[0])
+            if self.parallel_training == "none" and devices and set(devices) != {first}:
+                problem = f"parallel_training='none' is for one device, which is {first!r}"
+                raise ValueError(f"{name}={devices}: {problem}")
 
 
 MAACConfig = Config
@@ -169,6 +191,24 @@ class RolloutSample:
     target: float = 0.0  # y_t
     advantage: float = 0.0  # y_t - C_old(t); normalised only in `update`
     expected_return: float = 0.0  # R summed from this turn on, undiscounted
+
+    # What metrics callbacks that were written for comlrl ask for
+    returns = property(lambda self: self.expected_return)
+    normalized_advantage = property(lambda self: None)  # not known yet
+    prompt_len = property(lambda self: len(self.prompt_ids))
+    response_len = property(lambda self: len(self.completion_ids))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The rest, under comlrl's names."""
+        return {
+            "turn_idx": self.turn_idx,
+            "generation_idx": self.generation_idx,
+            "batch_item": self.item,
+            "value_target": self.target,
+            "adv_target": self.target,
+            "reference_kl": self.reference_kl,
+        }
 
 
 Joint = list[RolloutSample]  # the N agents' samples of one turn: a joint answer
@@ -296,7 +336,7 @@ class Trainer:
         train_dataset=None,  # dicts: a list, a Hugging Face Dataset, any iterable
         eval_dataset=None,  # the same, for evaluate()
         model_config: Mapping[str, Any] | None = None,  # see common.read_model_config
-        wandb_config: Mapping[str, Any] | None = None,  # arguments of wandb.init
+        wandb_config: Mapping[str, Any] | None = None,  # arguments of wandb.init, or comlrl's
         metrics_callback=None,  # an item's RolloutSamples -> dict of further metrics
         external_transition=None,  # the next turn's prompts, see next_prompts
         output_dir: str | None = None,  # a new folder, by default one in runs/
@@ -309,8 +349,8 @@ class Trainer:
         self.external_transition = external_transition
         self.train_dataset = check_dataset("train_dataset", train_dataset, args.num_train_epochs)
         self.eval_dataset = check_dataset("eval_dataset", eval_dataset, times=math.inf)
-        self.wandb_config, self.output_dir = wandb_config, output_dir
-        self.verbose = True  # False: no progress bar and no sample answers
+        self.wandb_config, self.verbose = read_wandb_config(wandb_config)
+        self.output_dir = output_dir
         needed = ["reward_func", "reward_processor", "metrics_callback"]
         if args.num_turns > 1 or external_transition is not None:
             needed.append("external_transition")
@@ -836,7 +876,8 @@ class Trainer:
 
     def settings(self) -> dict[str, Any]:
         """What runs are told apart by."""
-        return {"algorithm": ALGORITHM} | asdict(self.args)
+        digest = dataset_digest(self.train_dataset)
+        return {"algorithm": ALGORITHM, "train_dataset": digest} | asdict(self.args)
 
     def start_run(self, resume_from: str | None) -> "Run":
         """Begin a run in a new folder, or take one up: in its own, or from a bare checkpoint."""
@@ -866,14 +907,14 @@ class Trainer:
         if hasattr(dataset, "__len__"):
             self.run.total = len(dataset) * args.num_train_epochs
         if args.eval_interval and self.eval_dataset is None:
-            self.run.say("There is no eval_dataset: nothing is evaluated.")
+            say("There is no eval_dataset: nothing is evaluated.")
         return self.run
 
     def end_run(self) -> None:
         """Leave the last checkpoint and the trained models."""
         self.save_checkpoint(self.run.path("checkpoint"))
         self.save_model(self.run.path("model"))
-        self.run.say(f"The trained models are in {self.run.path('model')}.")
+        say(f"The trained models are in {self.run.path('model')}.")
 
 
 MAACTrainer = Trainer
@@ -917,7 +958,59 @@ def refuse_other(settings: dict[str, Any], own: dict[str, Any], path: str) -> No
             name, getattr(Config, name, None)
         )  # a field may be younger than the run
         if name not in MAY_CHANGE and other != value:
-            raise ValueError(f"{path} is of a run with {name}={other!r}, here it is {value!r}")
+            hint = "start anew from its model/ folder to train on with other settings or data"
+            raise ValueError(
+                f"{path} is of a run with {name}={other!r}, here it is {value!r}: {hint}"
+            )
+
+
+def dataset_digest(dataset: Any) -> str | None:
+    """Number of rows and a digest of 64 of them, to know a dataset again; None without a length."""
+    if not hasattr(dataset, "__len__"):
+        return None
+    count = len(dataset)
+    rows = [dataset[row] for row in range(0, count, max(1, count // 64))]
+    text = json.dumps(rows, default=lambda x: type(x).__name__, skipkeys=True)
+    return f"{count} rows, {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def read_wandb_config(given: Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
+    """Arguments of wandb.init and whether to be verbose, from those or from comlrl's of that name.
+
+    There "run_name" is the name, and every section of "config_sections" goes into the W&B config.
+    Keys that neither knows are left out with a warning; a value of the wrong type is a ValueError.
+    """
+    if given is None:
+        return None, True
+    if not isinstance(given, Mapping):
+        raise ValueError(f"wandb_config must be a dict, got {given!r:.200}")
+    import wandb  # takes a second, and few runs need it
+
+    options = {name: value for name, value in given.items() if value is not None}
+    sections = options.pop("config_sections", {})
+    name = options.pop("run_name", None)
+    options = {"name": name, "config": {}} | options
+    if not isinstance(sections, Mapping) or not isinstance(options["config"], Mapping):
+        raise ValueError(
+            f"wandb_config: config and config_sections must be dicts, got {given!r:.300}"
+        )
+    options["config"] = {**options["config"], **sections}
+    unknown = set(options) - set(common.parameters(wandb.init))
+    if unknown:
+        warnings.warn(f"wandb_config: {sorted(unknown)} are not known and ignored", stacklevel=3)
+    for name in ("project", "entity", "name", "dir", "group", "mode"):
+        if not isinstance(options.get(name, ""), str | None):
+            raise ValueError(f"wandb_config: {name}={options[name]!r} must be a string")
+    output = sections.get("output")
+    verbose = bool(output.get("verbose", True)) if isinstance(output, Mapping) else True
+    return {name: value for name, value in options.items() if name not in unknown}, verbose
+
+
+def say(text: str) -> None:
+    """Show a line; nothing that is only shown may end a run."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with suppress(OSError, ValueError):  # a console that is closed
+        tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 class Run:
@@ -959,7 +1052,7 @@ class Run:
             os.replace(self.path(f"{name}.new"), self.path(name))
 
     def __enter__(self) -> "Run":
-        self.say(f"The files of this run are in {self.folder}.")
+        say(f"The files of this run are in {self.folder}.")
         if self.wandb_config is not None:
             self.tracker = self.start_tracking()
         self.bar = tqdm(total=self.total, unit="item", disable=not self.verbose)
@@ -978,26 +1071,30 @@ class Run:
         if kind is not None:
             saved = os.path.exists(self.path("checkpoint/state.pt"))
             point = "its last checkpoint" if saved else "its beginning"
-            self.say(f"The run stopped; --resume {self.folder} goes on from {point}.")
+            say(f"The run stopped; --resume {self.folder} goes on from {point}.")
         if self.tracker:
             self.tracker.finish(exit_code=int(kind is not None))
 
     def start_tracking(self) -> Any:
         """A W&B run, offline if there is no login or no network."""
-        import wandb  # takes a second, and few runs need it
+        import wandb
 
+        config = self.settings | self.wandb_config["config"]
+        folder = self.wandb_config.get("dir", self.folder)
+        os.makedirs(folder, exist_ok=True)
         options = {
-            "config": self.settings,
-            "dir": self.folder,
             "id": self.settings["run_id"],
             "resume": "allow",
             "reinit": "create_new",
             "settings": wandb.Settings(init_timeout=20, login_timeout=5),
-        } | dict(self.wandb_config)
+            **self.wandb_config,
+            "config": config,
+            "dir": folder,
+        }
         try:
             return wandb.init(**options)
         except wandb.errors.Error as error:
-            self.say(f"W&B: {error}\nThe run goes on offline.")
+            say(f"W&B: {error}\nThe run goes on offline.")
             return wandb.init(**options | {"mode": "offline"})
 
     def request_stop(self, *_: Any) -> None:
@@ -1007,12 +1104,6 @@ class Run:
         self.stop_requested = True
         os.write(2, b"\nStopping after this update; once more stops at once.\n")
 
-    def say(self, text: str) -> None:
-        """Show a line; nothing that is only shown may end a run."""
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        with suppress(OSError, ValueError):  # a console that is closed
-            tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
-
     def log(self, env_step: int, items_done: int, row: dict[str, float]) -> None:
         """Append a row of metrics, track it and show what matters most."""
         self.append("metrics.jsonl", [{"env_step": env_step} | row])
@@ -1020,7 +1111,7 @@ class Run:
             self.tracker.log(row, step=env_step)
         for name, value in row.items():
             if name.startswith("eval/turn_") and name.endswith("/reward_mean"):
-                self.say(f"  env_step {env_step}: {name} {value:.3f}")
+                say(f"  env_step {env_step}: {name} {value:.3f}")
         shown = {"reward": "turn_1/reward_mean", "explained": "critic_0/explained_variance"}
         values = {label: f"{row[name]:.2f}" for label, name in shown.items() if name in row}
         self.bar.set_postfix(values, refresh=False)
@@ -1037,7 +1128,7 @@ class Run:
             )
             if self.verbose and s.row < 3:
                 answer = f"{s.prompt[-60:]!r} -> {s.completion[:60]!r}"
-                self.say(f"  {answer}, reward {s.reward:.2f}")
+                say(f"  {answer}, reward {s.reward:.2f}")
         self.append("completions.jsonl", rows)
 
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
@@ -1095,6 +1186,9 @@ def check_prompt(prompt: Any, where: str) -> Any:
     raise ValueError(f"{where} must return a prompt that is not empty, got {prompt!r:.200}")
 
 
+ANSWERS = ("prompt", "prompts", "completion", "completions")  # what parameters may be called
+
+
 def call_reward(
     reward_func: Callable,
     completions: list[list[str]],
@@ -1121,6 +1215,12 @@ def call_reward(
             answers.insert(0, list(prompts))
         elif required == 1 < len(answers):
             answers = [answers]
+    for p in places:
+        if p.default is p.empty and p.name in item and p.name not in ANSWERS:
+            hint = f"read the column as batch_items[0][{p.name!r}]"
+            raise ValueError(
+                f"reward_func's parameter {p.name!r} would get answers or prompts: {hint}"
+            )
     positional = []
     for p in places:
         if p.name in named:
@@ -1289,7 +1389,7 @@ def main() -> None:
         task = number_task(args.num_agents, args.seed)
     else:
         task = load_task(args.task)
-        print(f"{args.task} defines {', '.join(task) or 'nothing that is read'}.")
+        say(f"{args.task} defines {', '.join(task) or 'nothing that is read'}.")
     model_config, wandb_config = {}, None
     if args.chat_template_kwargs:
         model_config["chat_template_kwargs"] = json.loads(args.chat_template_kwargs)
