@@ -1231,7 +1231,7 @@ def call_reward(
     completions: list[list[str]],
     prompts: list[str],
     item: Mapping,
-    turn: int,
+    turn: int = 1,
 ) -> Any:
     """Call a reward function the way its signature asks for.
 
