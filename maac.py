@@ -17,7 +17,6 @@ agent and KL penalties, of which it learns the mean. (In iac.py every agent has 
                critic  value_loss_coef * mean_b (C(b) - y_b)^2
 
 The critic reads one text (`critic_text` below), tokenized with agent 0's tokenizer. With "q" and two
-agents it is:
 
     [agent 1]\n<prompt>\n[agent 2]\n<prompt>\n[answer 1]\n<answer>\n[answer 2]\n<answer>
 
@@ -86,9 +85,7 @@ class Config:
     """Every setting of the algorithm; the defaults suit a pretrained language model."""
 
     num_agents: PositiveInt = 2  # models that answer together
-    num_turns: PositiveInt = (
-        1  # rounds of answers per episode; above 1 needs an external_transition
-    )
+    num_turns: PositiveInt = 1  # rounds per episode; above 1 needs an external_transition
     critic_type: Literal["v", "q"] = "v"  # "v": V(h), read after the prompt; "q": Q(h, a)
     num_train_epochs: PositiveInt = 1  # passes over train_dataset
     agent_learning_rate: NonNegativeFloat = 5e-6  # AdamW step size of the actors
@@ -1310,17 +1307,21 @@ DEMO = {  # what suits tests/tiny_lm
     "agent_model": TINY_LM,
     "max_new_tokens": 3,
     "agent_learning_rate": 3e-4,
-    "critic_learning_rate": 1e-4,
+    "critic_learning_rate": 1e-3,
     "max_grad_norm": None,
-    "rollout_buffer_size": 64,
+    "discount": 0.5,  # each round pays for itself
+    "rollout_buffer_size": 32,
     "num_train_epochs": 8,
     "eval_interval": 1600,
     "eval_num_samples": 128,
     "eval_batch_size": 128,
 }
+DEMO_Q = {
+    "critic_learning_rate": 1e-5
+}  # as Q(h, a) fits, r - Q shrinks to noise: let it learn slowly
 TASK = (  # what a task file may define
     *("train_dataset", "eval_dataset", "formatters", "reward_func", "reward_processor"),
-    *("external_transition", "metrics_callback"),
+    *("external_transition", "metrics_callback", "num_agents", "num_turns"),
 )
 
 
@@ -1332,16 +1333,10 @@ class Args(Config):
     agents: list[str] | None = None  # instead: one for each agent
     critic_model: str | None = None  # the same for the critic; by default agent 0's
     critics: list[str] | None = None  # instead: a list of one
-    task: str | None = (
-        None  # Python file with train_dataset, reward_func, ...; else the number task
-    )
-    chat_template_kwargs: str | None = (
-        None  # JSON for the template, say '{"enable_thinking": false}'
-    )
+    task: str | None = None  # Python file with train_dataset, reward_func, ...; else the demo's
+    chat_template_kwargs: str | None = None  # JSON, say '{"enable_thinking": false}'
     output_dir: str | None = None  # a new folder for the run; by default one in runs/
-    resume: str | None = (
-        None  # the folder of a run to go on with, by the settings it was started with
-    )
+    resume: str | None = None  # the folder of a run to go on with, by its own settings
     track: bool = False  # log to Weights & Biases
     wandb_project: str = "multi-agent-actor-critic"  # its project
     wandb_entity: str | None = None  # its entity
@@ -1353,18 +1348,19 @@ class Deciding:
 
     agent_model: str | None = None
     agents: list[str] | None = None
+    critic_type: str = "v"
+    task: str | None = None
     resume: str | None = None
 
 
-def defaults() -> Args:
+def defaults(given: Deciding) -> Args:
     """The settings before any flag: those of the run to resume, of the demo, or of Config."""
-    given, _ = tyro.cli(Deciding, return_unknown_args=True, add_help=False, console_outputs=False)
     if given.resume:
         saved = read_settings(given.resume)
         return Args(**{f.name: saved[f.name] for f in fields(Args) if f.name in saved})
     if given.agent_model or given.agents:
         return Args()
-    args = Args(**DEMO)
+    args = Args(**DEMO | (DEMO_Q if given.critic_type == "q" else {}))
     args.train_batch_size = None  # to be derived from the buffer size that the flags give
     return args
 
@@ -1376,20 +1372,24 @@ def load_task(path: str) -> dict[str, Any]:
         raise ValueError(f"task={path!r} is no file here {hint}")
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # a task may import its neighbours
     defined = runpy.run_path(path)
-    return {name: defined[name] for name in TASK if name in defined}
+    task = {name: defined[name] for name in TASK if name in defined}
+    say(f"{path} defines {', '.join(task) or 'nothing that is read'}.")
+    return task
 
 
 def main() -> None:
     """Train from the command line."""
     transformers.logging.disable_progress_bar()
-    args = tyro.cli(Args, default=defaults())
+    given, _ = tyro.cli(Deciding, return_unknown_args=True, add_help=False, console_outputs=False)
+    default = defaults(given)
+    path = given.task or default.task
+    task = load_task(path) if path else {}
+    for name in {"num_agents", "num_turns"} & task.keys():
+        setattr(default, name, task.pop(name))
+    args = tyro.cli(Args, default=default)
     if not (args.critic_model or args.critics):
         args.critic_model = args.agent_model or args.agents[0]
-    if args.task is None:
-        task = number_task(args.num_agents, args.seed)
-    else:
-        task = load_task(args.task)
-        say(f"{args.task} defines {', '.join(task) or 'nothing that is read'}.")
+    task = task or number_task(args.num_agents, args.seed)
     model_config, wandb_config = {}, None
     if args.chat_template_kwargs:
         model_config["chat_template_kwargs"] = json.loads(args.chat_template_kwargs)
