@@ -16,7 +16,7 @@ agent and KL penalties, of which it learns the mean. (In iac.py every agent has 
     losses     actor   -mean_b log pi_i(a_b|h_b) * A_b
                critic  value_loss_coef * mean_b (C(b) - y_b)^2
 
-The critic reads one text (`critic_text` below), tokenized with agent 0's tokenizer. With "q" and two
+The critic reads one text (`critic_text` below) in ids of agent 0's tokenizer. With "q", two agents:
 
     [agent 1]\n<prompt>\n[agent 2]\n<prompt>\n[answer 1]\n<answer>\n[answer 2]\n<answer>
 
