@@ -1,123 +1,135 @@
-"""The README says what is so: its files and flags exist, and its metrics are those that are logged."""
+"""The README says what is so: its commands, flags, files, names, metrics and defaults exist."""
 
+import json
 import re
+import runpy
 import shlex
-from dataclasses import fields
+from pathlib import Path
 
+import commands
 import pytest
 import tyro
 from conftest import ROOT
-from library_models import VARIANTS, build, metrics
 
 import iac
 import maac
 
 README = (ROOT / "README.md").read_text()
-SOURCES = [(ROOT / name).read_text() for name in ("iac.py", "maac.py", "common.py")]
-COMMANDS = re.findall(r"^    (\S.*)$", README, re.M)
+SOURCES = {name: (ROOT / name).read_text() for name in ("iac.py", "maac.py", "common.py")}
+COMMANDS = [
+    line.split("  ")[0].strip()
+    for line in re.findall(r"^    ((?:python|\.venv|env_|python3).*)$", README, re.M)
+]
+TASK = re.search(r"```python\n(.*?)```", README, re.S)[1]
 
 
-def test_it_is_short():
-    assert len(README.splitlines()) <= 200
+def parse(words):
+    """The settings that a command line of one of the two files gives."""
+    module = {"iac.py": iac, "maac.py": maac}[words[1]]
+    return tyro.cli(module.Args, args=words[2:], console_outputs=False)
 
 
-@pytest.mark.parametrize("file", [iac, maac])
-def test_every_flag_exists(file):
-    """In the twin that a command is for; elsewhere in the text in one of the two."""
-    mine = [command for command in COMMANDS if f"python {file.__name__}.py" in command]
-    assert len(mine) >= 3
-    text = re.sub(
-        r"^    (python tests/|ruff).*$", "", README, flags=re.M
-    )  # which have flags of their own
-    for flag in set(
-        re.findall(r"(?<![\w-])--[a-z][a-z-]+", text if file is iac else "\n".join(mine))
-    ) - {"--help"}:
-        name = flag[2:].removeprefix("no-").replace("-", "_")
-        assert name in file.Args.__dataclass_fields__, flag
+@pytest.mark.parametrize("command", [c for c in COMMANDS if re.match(r"python (iac|maac)\.py", c)])
+def test_every_command_of_the_two_files_parses(command):
+    words = shlex.split(command.replace("tests/smollm2", "tests/tiny_lm"))
+    if "--help" in words:
+        words.remove("--help")
+    args = parse(words)
+    if args.task and args.task != "my_task.py":
+        assert (ROOT / args.task).is_file()
+
+
+def test_there_are_commands_of_both_files():
+    assert sum("python iac.py" in command for command in COMMANDS) > 4
+    assert sum("python maac.py" in command for command in COMMANDS) > 3
 
 
 def test_one_line_sets_up_and_trains_and_one_sets_up_and_tests():
     setups = [command for command in COMMANDS if "venv" in command]
-    assert len(setups) == 2
-    for command, end in zip(setups, (["iac.py"], ["-m", "pytest", "-q", "tests"]), strict=True):
-        install = command.split("&&")[1]
+    ends = ["iac.py"], ["-m", "pytest", "-q", "tests"]
+    for command, end in zip(setups, ends, strict=True):
+        _, install, last = command.split("&&")
         assert all((ROOT / name).is_file() for name in re.findall(r"-r (\S+)", install))
-        assert shlex.split(command.split("&&")[2])[1:] == end
+        assert shlex.split(last)[1:] == end
     assert "tests/requirements.txt" in setups[1] and "-r requirements.txt" in setups[1]
 
 
-def test_files_named_in_it_exist():
-    for name in re.findall(r"`((?:tests/)?[\w/]+(?:\.py|\.txt|/)?)`", README):
-        if name.startswith("tests/") or (name.endswith((".py", ".txt")) and name != "my_task.py"):
-            assert (ROOT / name).exists(), name
+def test_every_flag_it_speaks_of_exists():
+    known = iac.Args.__dataclass_fields__.keys()
+    ours = re.sub(r"^    python tests/.*$", "", README, flags=re.M)
+    flags = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", ours)) - {"help"}
+    assert len(flags) > 10
+    for flag in flags:
+        assert flag.removeprefix("no-").replace("-", "_") in known, flag
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_metric_of_the_table_is_logged(variant, tmp_path):
-    """That all logged ones are in the table is held by test_cli.py."""
-    table = README[README.index("| metric |") : README.index("## Settings")]
-    trainer = build(
-        variant,
-        tmp_path / "run",
-        {"reference_kl_enabled": True, "eval_interval": 4, "logging_steps": 1},
-    )
-    trainer.eval_dataset = trainer.train_dataset
-    trainer.train()
-    logged = {re.sub(r"turn_\d", "turn_{t}", name) for row in metrics(trainer) for name in row}
-    logged = {
-        re.sub(r"(agent|critic)_\d", lambda m: m[1] + ("_{i}" if m[1] == "agent" else "_{c}"), n)
-        for n in logged
-    }
-    for names in re.findall(r"^\| (`.*?) \| ", table, re.M):
-        for name in re.findall(r"`([^`]+)`", names):
-            if name == "eval/...":
-                assert any(n.startswith("eval/") for n in logged)
-            elif (variant, name) != (
-                "iac_shared",
-                "critic_{c}/grad_norm",
-            ):  # one optimiser for both, as the table says
-                assert name in logged, name
+def test_files_it_names_exist():
+    names = re.findall(r"`((?:tests/)[\w/]+(?:\.py|\.txt)?/?)`", README)
+    names += re.findall(r"\]\((tests/[^)]+)\)", README)
+    assert len(names) > 4
+    for name in names:
+        assert (ROOT / name).exists() or name == "tests/smollm2", name
 
 
-@pytest.mark.parametrize("file", [iac, maac])
-def test_settings_it_speaks_of_have_the_values_it_gives(file):
-    """5e-6 and 256 with a model of one's own."""
-    args = tyro.cli(file.Args, args=["--agent-model", "some/model"])
-    assert "learning rates 5e-6, 256 new tokens" in README.replace("\n", " ")
-    assert (
-        args.agent_learning_rate == args.critic_learning_rate == 5e-6 and args.max_new_tokens == 256
-    )
-
-
-def test_functions_named_in_it_exist():
-    table = README[README.index("## I want to change") : README.index("## What it learns")]
+def test_functions_it_names_exist():
+    table = README[README.index("## Change it") : README.index("## Results")]
     names = set(re.findall(r"`([a-zA-Z_]+)`", table))
     assert len(names) > 15
+    text = "\n".join(SOURCES.values())
     for name in names:
-        defined = re.compile(
-            rf"^class {name}\b|^ *def {name}\(|^{name} = |self\.{name} = |^    {name}: |, {name}: ",
-            re.M,
-        )
-        assert any(defined.search(text) for text in SOURCES), name
+        defined = rf"^class {name}\b|^ *def {name}\(|^{name} = |^    {name}: "
+        assert re.search(defined, text, re.M), name
 
 
-@pytest.mark.parametrize("file", [iac, maac])
-def test_the_table_of_settings_gives_every_setting_with_its_default(file):
-    table = README[README.index("| setting and default |") : README.index("On a CPU shared")]
-    given = dict(
-        re.findall(r"`(\w+)` ([\w.+-]+)", "\n".join(re.findall(r"^\| (`.*?) \| ", table, re.M)))
-    )
-    config = next(value for name, value in vars(file).items() if name.endswith("Config"))
-    defaults = {field.name: str(field.default) for field in fields(config)}
-    assert {name: given.get(name) for name in defaults} == defaults
-    assert set(given) <= {field.name for field in fields(iac.IACConfig)}
+def test_the_constructor_has_the_arguments_it_names():
+    table = README[README.index("| name | what |") : README.index("As a library")]
+    names = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`.*?) \|", table, re.M))))
+    assert names == set(iac.TASK) == set(maac.TASK)
 
 
 def test_the_difference_it_shows_is_in_the_files():
     gone, new = re.search(r"```diff\n-(.*)\n\+(.*)\n```", README).groups()
-    assert (
-        gone in SOURCES[0]
-        and gone not in SOURCES[1]
-        and new in SOURCES[1]
-        and new not in SOURCES[0]
-    )
+    assert gone in SOURCES["iac.py"] and gone not in SOURCES["maac.py"]
+    assert new in SOURCES["maac.py"] and new not in SOURCES["iac.py"]
+
+
+def test_the_defaults_it_gives_are_those_in_force():
+    args = iac.Args()
+    assert "learning rates 5e-6, 256 new tokens" in README
+    assert args.agent_learning_rate == args.critic_learning_rate == 5e-6
+    assert args.max_new_tokens == 256
+    assert "Defaults: 1 epoch, 1 turn, temperature and top-p 1, early termination off" in README
+    assert (args.num_train_epochs, args.num_turns, args.temperature, args.top_p) == (1, 1, 1, 1)
+    assert args.early_termination_threshold is None
+
+
+def test_its_task_is_complete_and_both_files_run_it(tmp_path):
+    (tmp_path / "my_task.py").write_text(TASK)
+    task = runpy.run_path(str(tmp_path / "my_task.py"))
+    answers = ["3", "no", "3", "8"], ["6", "6", "4", "3"]
+    assert task["reward_func"](*answers) == pytest.approx([1, 0, 1 - 2 / 5, 0])
+    short = ["--num-train-epochs", "1", "--eval-interval", "0", "--rollout-buffer-size", "800"]
+    lines = [
+        [ROOT / name, "--task", "my_task.py", "--output-dir", name[:-3], *short]
+        for name in ("iac.py", "maac.py")
+    ]
+    for done in commands.run_together(*lines, cwd=tmp_path):
+        assert done.returncode == 0, done.stderr
+        assert "my_task.py defines" in done.stdout
+
+
+def test_the_metrics_of_its_table_are_those_that_are_logged(tmp_path):
+    """In both directions, with a reference penalty, so that all of them are there."""
+    table = README[README.index("| metric |") : README.index("## Change it")]
+    listed = set(re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^\| (`.*?) \| ", table, re.M))))
+    flags = ["--num-train-epochs", "1", "--rollout-buffer-size", "800", "--reference-kl-enabled"]
+    lines = [[name, "--output-dir", tmp_path / name, *flags] for name in ("iac.py", "maac.py")]
+    for name, done in zip(("iac.py", "maac.py"), commands.run_together(*lines), strict=True):
+        assert done.returncode == 0, done.stderr
+        text = Path(tmp_path / name / "metrics.jsonl").read_text()
+        logged = {metric for line in text.splitlines() for metric in json.loads(line)}
+        logged = {re.sub(r"turn_\d", "turn_{t}", metric) for metric in logged}
+        logged = {re.sub(r"agent_\d", "agent_{i}", metric) for metric in logged}
+        logged = {re.sub(r"critic_\d", "critic_{c}", metric) for metric in logged}
+        logged = {"eval/..." if metric.startswith("eval/") else metric for metric in logged}
+        assert logged - {"env_step"} == listed
