@@ -256,8 +256,7 @@ def td_targets(
 ) -> tuple[list[float], list[float]]:
     """Targets y_t and TD errors y_t - C_old(t) of one agent's T collected turns.
 
-    With discount 1, rewards [1, 2] and values [0.5, 0.25]: targets [1.25, 2], TD errors [0.75,
-    1.75].
+    With discount 1, rewards [1, 2], values [0.5, 0.25]: targets [1.25, 2], TD errors [0.75, 1.75].
     """
     next_values = [*values[1:], 0.0]  # nothing follows the last collected turn
     targets = [r + discount * v for r, v in zip(rewards, next_values, strict=True)]
@@ -1076,7 +1075,7 @@ class Run:
         """A W&B run, offline if there is no login or no network."""
         import wandb
 
-        config = self.settings | self.wandb_config["config"]
+        config = self.settings | self.wandb_config.get("config", {})
         folder = self.wandb_config.get("dir", self.folder)
         os.makedirs(folder, exist_ok=True)
         options = {
