@@ -1357,9 +1357,8 @@ def defaults(given: Deciding) -> Args:
     if given.resume:
         saved = read_settings(given.resume)
         return Args(**{f.name: saved[f.name] for f in fields(Args) if f.name in saved})
-    if given.agent_model or given.agents:
-        return Args()
-    args = Args(**DEMO | (DEMO_Q if given.critic_type == "q" else {}))
+    demo = DEMO | (DEMO_Q if given.critic_type == "q" else {})
+    args = Args() if given.agent_model or given.agents else Args(**demo)
     args.train_batch_size = None  # to be derived from the buffer size that the flags give
     return args
 
@@ -1388,7 +1387,8 @@ def main() -> None:
     args = tyro.cli(Args, default=default)
     if not (args.critic_model or args.critics):
         args.critic_model = args.agent_model or args.agents[0]
-    task = task or number_task(args.num_agents, args.seed)
+    if not path:
+        task = number_task(args.num_agents, args.seed)
     model_config, wandb_config = {}, None
     if args.chat_template_kwargs:
         model_config["chat_template_kwargs"] = json.loads(args.chat_template_kwargs)
