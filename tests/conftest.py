@@ -156,9 +156,10 @@ def say_more(prompt, agent_completions, num_agents, **_):
 
 @pytest.fixture(scope="session")
 def make_trainer(folders):
-    """make_trainer(variant, tmp_path, args={...}, model="L", **constructor_kwargs) -> a trainer of two agents.
+    """make_trainer(variant, tmp_path, args={...}, model="L", **constructor_kwargs): two agents.
 
-    Its list `samples` fills with the samples of every item as the item is finished (evaluation's too, if there is one).
+    The trainer's list `samples` fills with the samples of every item as it has been collected
+    (those of evaluation too, if there is one).
     """
 
     def make(variant, tmp_path, args=None, model="L", **given):
@@ -199,9 +200,9 @@ def make_trainer(folders):
 
 @pytest.fixture(scope="session")
 def rig():
-    """rig(trainer, answer): generation is replaced, agent i's answer to prompt ids is answer(i, ids, k).
+    """rig(trainer, answer): agent i's answer to prompt ids is answer(i, ids, k) from now on.
 
-    k counts the earlier rows of the batch with the same prompt. The pads after an answer hold rubbish.
+    k counts the earlier rows of the batch with the same prompt. Pads after an answer hold rubbish.
     """
 
     def replace(trainer, answer):
@@ -226,3 +227,85 @@ def rig():
             agent.generate = generate_for(i)
 
     return replace
+
+
+# -------------------------------------------- what a trainer's models and optimisers are seen to do
+
+
+def watch(trainer):
+    """A list that fills: ("pass", model, with gradient, sequences) and ("step", optimiser).
+
+    An agent's pass is one of the whole language model, a critic's one of its backbone alone, so
+    that they are told apart also where they share it.
+    """
+    events, inside = [], []
+
+    def see(name, args, kwargs):
+        if kwargs.get("attention_mask") is None:
+            return  # a pass of the test's own, on one sequence without padding
+        ids, mask = args[0] if args else kwargs["input_ids"], kwargs["attention_mask"].bool()
+        sequences = [tuple(row[real].tolist()) for row, real in zip(ids, mask, strict=True)]
+        events.append(("pass", name, torch.is_grad_enabled(), sequences))
+
+    def enter(name):
+        return lambda _, args, kwargs: inside.append(see(name, args, kwargs))
+
+    def read(name):
+        return lambda _, args, kwargs: None if inside else see(name, args, kwargs)
+
+    languages = {f"agent {i}": agent for i, agent in enumerate(trainer.agents)}
+    languages |= {f"reference {i}": model for i, model in enumerate(trainer.references)}
+    for name, model in languages.items():
+        model.register_forward_pre_hook(enter(name), with_kwargs=True)
+        model.register_forward_hook(lambda *_: inside.clear())
+    for c, critic in enumerate(dict.fromkeys(trainer.critics)):
+        critic.backbone.register_forward_pre_hook(read(f"critic {c}"), with_kwargs=True)
+    for name, optimizer in optimizers(trainer).items():
+        optimizer.register_step_pre_hook(lambda *_, name=name: events.append(("step", name)))
+    return events
+
+
+def optimizers(trainer):
+    """Every optimiser once, by the name of what it trains."""
+    named = {f"agent {i}": optimizer for i, optimizer in enumerate(trainer.agent_optimizers)}
+    for c, optimizer in enumerate(dict.fromkeys(trainer.critic_optimizers)):
+        if optimizer not in named.values():
+            named[f"critic {c}"] = optimizer
+    return named
+
+
+def parameters_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def flat(parts):
+    """All weights of some modules, as a copy."""
+    return torch.cat([p.detach().flatten() for part in parts for p in part.parameters()])
+
+
+def stir(trainer):
+    """Move agents and value heads off their first weights: KL and values are not 0 then."""
+    generator = torch.Generator().manual_seed(5)
+    heads = [critic.value_head for critic in dict.fromkeys(trainer.critics)]
+    for parameter in [p for part in (*trainer.agents, *heads) for p in part.parameters()]:
+        parameter.data += 0.03 * torch.randn(parameter.shape, generator=generator)
+
+
+def answer(i, prompt, k):
+    """One to four tokens by agent, prompt and generation; the shorter ones end by id 1."""
+    seed = sum(prompt) + i + k
+    tokens = [40 + (seed * (j + 3)) % 200 for j in range(1 + seed % 4)]
+    return tokens if len(tokens) == 4 else [*tokens, 1]
+
+
+def batches(trainer, events):
+    """The samples of each mini-batch, read off the agents' passes between two of their steps."""
+    by_ids = {(s.agent_idx, *s.prompt_ids, *s.completion_ids): s for s in trainer.samples}
+    assert len(by_ids) == len(trainer.samples)
+    found, waiting = [], []
+    for kind, name, *details in events:
+        if "agent" in name and kind == "pass" and details[0]:
+            waiting += [by_ids[(int(name[-1]), *sequence)] for sequence in details[1]]
+        elif "agent" in name and kind == "step":
+            found, waiting = [*found, waiting], []
+    return found

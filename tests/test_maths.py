@@ -1,4 +1,4 @@
-"""The formulas against numbers worked out by hand, and the forms of rewards and reward functions."""
+"""The formulas against numbers worked out by hand; the forms of rewards and reward functions."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ both = pytest.mark.parametrize("file", [iac, maac], ids=["iac", "maac"])
 approx = pytest.approx
 tensor = torch.tensor
 
-# ---------------------------------------------------------------------------------- targets, advantages, losses
+# ---------------------------------------------------------------------- targets, advantages, losses
 
 
 @both
@@ -39,7 +39,10 @@ def test_td_targets(file, rewards, values, discount, targets, errors):
 
 
 def test_targets_of_an_episode_that_ends_early(variant, make_trainer, tmp_path):
-    """Rewards 1/2, 1/4, 1/8 in three turns; in even rows 1/2 and 1, which ends them. The critic says 1/4 throughout."""
+    """Rewards 1/2, 1/4, 1/8 in three turns; in even rows 1/2 and 1, which ends them.
+
+    The critic says 1/4 throughout.
+    """
 
     def reward(prompts, a, b, batch_items):
         turn = int(prompts[0][-1]) if "turn" in prompts[0] else 1
@@ -136,30 +139,36 @@ def test_value_loss(value, target, old_value, plain, clipped, gradient):
 
 @both
 def test_reference_kl(file):
-    """A log-ratio of +100 stays 100, -0.25 stays negative; what stands at padding does not matter."""
-    logprobs = tensor([[-1.0, -2.0], [-0.5, math.nan]], requires_grad=True)
-    reference = tensor([[-101.0, -2.0], [-0.25, math.nan]])
-    kl = file.reference_kl(logprobs, reference, tensor([[True, True], [True, False]]))
-    kl.sum().backward()
-    assert kl.tolist() == [100.0, -0.25]
-    assert logprobs.grad.tolist() == [[1.0, 1.0], [1.0, 0.0]]
+    """The plain log-ratio: +100 stays 100, -0.25 stays negative; padding is 0 on both sides."""
+    logprobs = tensor([[-1.0, -2.0], [-0.5, 0.0]])
+    reference = tensor([[-101.0, -2.0], [-0.25, 0.0]])
+    assert file.reference_kl(logprobs, reference).tolist() == [100.0, -0.25]
 
 
 @both
 @pytest.mark.parametrize(
     ("values", "targets", "explained"),
     [
-        ([1.0, 2.0], [1.0, 3.0], [0.75]),  # residuals 0 and 1: 1 - 0.25 / 1
-        ([0.0, 2.0], [1.0, 3.0], [1.0]),  # a constant error explains all of the variance
-        ([3.0, 1.0], [1.0, 3.0], [-3.0]),
-        ([1.0, 2.0], [3.0, 3.0], []),  # nothing to explain
+        ([1.0, 2.0], [1.0, 3.0], 0.75),  # residuals 0 and 1: 1 - 0.25 / 1
+        ([0.0, 2.0], [1.0, 3.0], 1.0),  # a constant error explains all of the variance
+        ([3.0, 1.0], [1.0, 3.0], -3.0),
+        ([1.0, 2.0], [3.0, 3.0], math.nan),  # nothing to explain
     ],
 )
 def test_explained_variance(file, values, targets, explained):
-    assert file.explained_variance(tensor(values), tensor(targets)) == approx(explained)
+    found = file.explained_variance(tensor(values), tensor(targets))
+    assert found == approx(explained, nan_ok=True)
 
 
-# ---------------------------------------------------------------------------------------------- rewards
+@both
+def test_equal_advantages_become_exactly_zero(file):
+    """Whatever their number and value: a rest of rounding would be scaled up to a step."""
+    for count in (2, 3, 7, 33):
+        for value in (0.1, -2.7, 1e4 / 3):
+            assert not file.normalize_advantages(tensor([value] * count)).any()
+
+
+# ------------------------------------------------------------------------------------------ rewards
 
 
 @both
@@ -191,13 +200,37 @@ def test_read_rewards(file, raw, N, G, rewards):
 @both
 @pytest.mark.parametrize(
     "raw",
-    [[1], [1, 2, 3, 4], [1, 2, 3, 4, 5], [], None, [1, None, 3], [1, math.nan, 3], math.nan, -math.inf, [math.inf] * 3,
-     [[1], [2]], [[1, 2], [3, 4], [5, 6]], [[1, 2, 3], [4, 5]], [[[1, 2, 3], [4, 5, 6]]], "1", ["a", "b", "c"], {},
-     {"reward": 1}, object(), torch.tensor([1.0, math.nan, 3.0]), np.ones((3, 2))],
+    [
+        [1],
+        [1, 2, 3, 4],
+        [1, 2, 3, 4, 5],
+        [],
+        None,
+        [1, None, 3],
+        [1, math.nan, 3],
+        math.nan,
+        -math.inf,
+        [math.inf] * 3,
+        [[1], [2]],
+        [[1, 2], [3, 4], [5, 6]],
+        [[1, 2, 3], [4, 5]],
+        [[[1, 2, 3], [4, 5, 6]]],
+        "1",
+        ["a", "b", "c"],
+        {},
+        {"reward": 1},
+        object(),
+        10**400,
+        1e39,
+        [0.5, 1e39],
+        1e25,
+        torch.tensor([1.0, math.nan, 3.0]),
+        np.ones((3, 2)),
+    ],
     ids="{!r:.16}".format,  # without the address of object(): two processes collect the same tests
-)  # fmt: skip
+)
 def test_read_rewards_refuses(file, raw):
-    """With two agents and three joint answers; the message says where, what was expected and what came."""
+    """Two agents, three joint answers; the message says where, what was expected, what came."""
     with pytest.raises(ValueError, match=r"row 7, turn 2") as error:
         file.read_rewards(raw, 2, 3, "row 7, turn 2")
     assert all(
@@ -223,6 +256,7 @@ def keywords(a, b, **kwargs):
         "b": b,
         "prompts": kwargs.pop("prompts"),
         "items": kwargs.pop("batch_items"),
+        "turn": kwargs.pop("turn"),
         "rest": kwargs,
     }
 
@@ -251,44 +285,70 @@ FORMS = [
     (lambda a, b, batch_items=None: {"a": a, "b": b, "items": batch_items}, AB | {"items": ITEMS}),
     (lambda a, batch_items, b: {"a": a, "b": b, "items": batch_items}, AB | {"items": ITEMS}),
     (lambda batch_items, a, b: {"a": a, "b": b, "items": batch_items}, AB | {"items": ITEMS}),
-    (lambda a, b, *, batch_items, prompts=(): {"a": a, "b": b, "items": batch_items, "prompts": prompts}, AB | GIVEN),
+    (
+        lambda a, b, *, batch_items, prompts=(): {
+            "a": a,
+            "b": b,
+            "items": batch_items,
+            "prompts": prompts,
+        },
+        AB | GIVEN,
+    ),
     (lambda prompts, a, b: {"a": a, "b": b, "prompts": prompts}, AB | {"prompts": PROMPTS}),
     (lambda a, b, prompts: {"a": a, "b": b, "prompts": prompts}, AB | {"prompts": PROMPTS}),
     (lambda questions, a, b: {"a": a, "b": b, "prompts": questions}, AB | {"prompts": PROMPTS}),
     (lambda a, b, scale=2: {"a": a, "b": b, "scale": scale}, AB | {"scale": 2}),
     (defaults_between, AB | GIVEN | {"rest": (2, 3)}),
     (lambda a, b, *, scale=2: {"a": a, "b": b, "scale": scale}, AB | {"scale": 2}),
-    (keywords, AB | GIVEN | {"rest": {}}),
+    (keywords, AB | GIVEN | {"turn": 2, "rest": {}}),
     (lambda *answers: {"all": answers}, STAR),
-    (lambda *answers, prompts, batch_items=0: {"all": answers, "prompts": prompts, "items": batch_items}, STAR | GIVEN),
-    (lambda *answers, **kwargs: {"all": answers} | kwargs, STAR | {"prompts": PROMPTS, "batch_items": ITEMS}),
+    (
+        lambda *answers, prompts, batch_items=0: {
+            "all": answers,
+            "prompts": prompts,
+            "items": batch_items,
+        },
+        STAR | GIVEN,
+    ),
+    (
+        lambda *answers, **kwargs: {"all": answers} | kwargs,
+        STAR | {"prompts": PROMPTS, "batch_items": ITEMS, "turn": 2},
+    ),
     (lambda prompts, *answers: {"all": answers, "prompts": prompts}, STAR | {"prompts": PROMPTS}),
     (lambda answers: {"all": answers}, {"all": [A, B]}),
     (lambda answers, weight=1: {"all": answers, "weight": weight}, {"all": [A, B], "weight": 1}),
-    (lambda answers, batch_items: {"all": answers, "items": batch_items}, {"all": [A, B], "items": ITEMS}),
+    (
+        lambda answers, batch_items: {"all": answers, "items": batch_items},
+        {"all": [A, B], "items": ITEMS},
+    ),
     (prompts_and_all, {"all": [A, B]} | GIVEN),
     (positional_only, AB | {"items": ITEMS}),
     (functools.partial(weighted, weight=2), AB | {"weight": 2, "items": ITEMS}),
+    (lambda a, b, turn: {"a": a, "b": b, "turn": turn}, AB | {"turn": 2}),
+    (
+        lambda turn, prompts, a, b: {"a": a, "b": b, "turn": turn, "prompts": prompts},
+        AB | {"turn": 2, "prompts": PROMPTS},
+    ),
+    (lambda a, b, *, turn=0: {"a": a, "b": b, "turn": turn}, AB | {"turn": 2}),
     (Scorer(), AB | {"items": ITEMS}),
     (Scorer().method, AB | {"prompts": PROMPTS}),
-]  # fmt: skip
+]
 
 
 @both
 @pytest.mark.parametrize(("function", "seen"), FORMS)
 def test_call_reward(file, function, seen):
-    assert file.call_reward(function, [list(A), list(B)], list(PROMPTS), ITEMS[0]) == seen
+    assert file.call_reward(function, [list(A), list(B)], list(PROMPTS), ITEMS[0], 2) == seen
 
 
 @both
 def test_call_reward_with_one_and_with_three_agents(file):
     one, three = [["a1"]], [["a1"], ["b1"], ["c1"]]
-    assert file.call_reward(lambda a: a, one, ["pa"], {}) == [
-        "a1"
-    ]  # the agent's own list, not a list of lists
-    assert file.call_reward(lambda p, a: (p, a), one, ["pa"], {}) == (["pa"], ["a1"])
-    assert file.call_reward(lambda a, b, c: [a, b, c], three, ["p"] * 3, {}) == three
-    assert file.call_reward(lambda everything: everything, three, ["p"] * 3, {}) == three
+    own = file.call_reward(lambda a: a, one, ["pa"], {}, 1)
+    assert own == ["a1"]  # the agent's own list, not a list of lists
+    assert file.call_reward(lambda p, a: (p, a), one, ["pa"], {}, 1) == (["pa"], ["a1"])
+    assert file.call_reward(lambda a, b, c: [a, b, c], three, ["p"] * 3, {}, 1) == three
+    assert file.call_reward(lambda everything: everything, three, ["p"] * 3, {}, 1) == three
 
 
 @both
@@ -300,11 +360,24 @@ def test_call_reward_lets_an_error_through_at_once(file):
         raise TypeError("unexpected keyword argument 'batch_items'")
 
     with pytest.raises(TypeError, match="unexpected keyword"):
-        file.call_reward(broken, [A, B], PROMPTS, ITEMS[0])
+        file.call_reward(broken, [A, B], PROMPTS, ITEMS[0], 1)
     assert len(calls) == 1
 
 
-# ---------------------------------------------------------------------------------------- the task, the critic's text
+@both
+def test_a_column_of_the_data_as_a_required_parameter_is_refused(file):
+    """By place it would get answers, or the prompts: the message says how to read the column."""
+    for function in (lambda first, second, n: 0, lambda n, second: 0, lambda n: 0):
+        with pytest.raises(ValueError, match=r"batch_items\[0\]\['n'\]"):
+            file.call_reward(function, [A, B], PROMPTS, {"n": 3, "prompt": "p"}, 1)
+    for function in (lambda a, b, n=4: n, lambda a, b, *, n=4: n):  # a default is the user's own
+        assert file.call_reward(function, [A, B], PROMPTS, {"n": 3}, 1) == 4
+    assert (
+        file.call_reward(lambda prompt, a, b: prompt, [A, B], PROMPTS, {"prompt": 1}, 1) == PROMPTS
+    )
+
+
+# ---------------------------------------------------------------------- the task, the critic's text
 
 
 @both

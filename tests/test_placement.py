@@ -1,255 +1,207 @@
-"""parallel_training: which model lands where, and agents with devices of their own generate at the same time.
+"""parallel_training: which model lands where, and agents of several devices answer side by side.
 
-torch knows CPU devices cpu:0, cpu:1, ... by name, though all are the same processor: that is enough to hold every
-decision about placement. Where the machine has a GPU, the same is tried with it.
+What is placed on the device "meta" has a place and no numbers: enough to see every decision on a
+machine without a GPU. Where there is one, the same is tried with it.
 """
 
+import json
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
-from library_models import VARIANTS, build, collected, folder, metrics, tokenizer
-from torch import nn
+from conftest import answer, flat
+
+import common
 
 GPUS = torch.cuda.device_count()
-TWO = {"parallel_training": "mp", "agent_devices": ["cpu:0", "cpu:1"], "critic_devices": ["cpu:2"]}
+SAMPLING = common.Sampling(4, 1.0, 1.0, None, "float32")
+MP = {"parallel_training": "mp", "agent_devices": ["cpu"], "critic_devices": ["cpu"]}
+some = pytest.mark.parametrize("variant", ["iac-v-separate", "iac-q-shared", "maac-q"])
 
 
-def outcome(trainer) -> tuple:
-    """Completions, training metrics without times, and final weights."""
-    samples = collected(trainer)
-    trainer.train()
-    rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in metrics(trainer)]
-    tensors = [
-        p.detach().cpu() for m in [*trainer.agents, *trainer.critics] for p in m.parameters()
-    ]
-    return [s.completion_ids for s in samples], rows, tensors
+def places(models):
+    """The kind of device of each model, of all its weights."""
+    found = [{p.device.type for p in model.parameters()} for model in models]
+    assert all(len(kinds) == 1 for kinds in found)
+    return [kinds.pop() for kinds in found]
+
+
+# -------------------------------------------------------------------------------------- concurrency
 
 
 @pytest.fixture
-def moves(monkeypatch):
-    """Where each model was sent, in order: its class and the device's name."""
-    seen, to = [], nn.Module.to
+def answers_of(monkeypatch):
+    """answers_of(devices, act): all agents answer; what each does meanwhile is act(number)."""
 
-    def spy(module, *args, **kwargs):
-        seen.append((type(module).__name__, str((*args, *kwargs.values())[0])))
-        return to(module, *args, **kwargs)
+    def run(devices, act):
+        monkeypatch.setattr(common, "generate", lambda model, *_: act(model.number))
+        models = [
+            SimpleNamespace(number=i, device=torch.device(device))
+            for i, device in enumerate(devices)
+        ]
+        nothing = [None] * len(models)
+        return common.generate_all(models, nothing, nothing, nothing, SAMPLING)
 
-    monkeypatch.setattr(nn.Module, "to", spy)
-    return seen
-
-
-def sent(moves, name: str) -> list[str]:
-    return [device for model, device in moves if model == name]
-
-
-# ------------------------------------------------------------------------------------------------------ concurrency
+    return run
 
 
-def test_agents_on_devices_of_their_own_generate_at_the_same_time(tmp_path, monkeypatch):
-    """Each waits inside generate for the other: one after the other, the barrier would break."""
-    trainer, barrier = build("maac", tmp_path, TWO), threading.Barrier(2, timeout=20)
-    for agent in trainer.agents:
-        generate = agent.generate
-        monkeypatch.setattr(
-            agent, "generate", lambda *a, g=generate, **k: (barrier.wait(), g(*a, **k))[1]
-        )
-    trainer.train()
-    assert len(metrics(trainer)) == 2 and not barrier.broken
+def test_agents_on_devices_of_their_own_answer_at_the_same_time(answers_of):
+    """Each waits for the others: one after the other, the barrier would break."""
+    barrier = threading.Barrier(3, timeout=20)
+    assert answers_of(["cuda:0", "cuda:1", "cpu"], lambda i: (barrier.wait(), i)[1]) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("devices", [None, ["cpu:1"], ["cpu:1", "cpu:1"]])
-def test_agents_on_one_device_take_turns(devices, tmp_path, monkeypatch):
-    args = (
-        {"parallel_training": "mp", "agent_devices": devices, "critic_devices": ["cpu:0"]}
-        if devices
-        else {}
-    )
-    trainer, inside, most = build("maac", tmp_path, args), [], []
-    for agent in trainer.agents:
+def test_agents_on_one_device_take_turns(answers_of):
+    inside, most = [], []
 
-        def spy(*args, generate=agent.generate, **kwargs):
-            inside.append(1), most.append(len(inside))
-            result = generate(*args, **kwargs)
-            inside.pop()
-            return result
+    def act(i):
+        inside.append(i)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.remove(i)
+        return i
 
-        monkeypatch.setattr(agent, "generate", spy)
-    trainer.train()
-    assert set(most) == {1}
+    assert answers_of(["cuda:0"] * 3, act) == [0, 1, 2] and set(most) == {1}
 
 
-def test_an_error_in_one_agents_generation_ends_the_training(tmp_path, monkeypatch):
-    trainer = build("iac", tmp_path, TWO | {"critic_devices": ["cpu:0", "cpu:1"]})
+def test_an_error_in_one_agents_answers_reaches_the_user(answers_of):
+    def act(i):
+        if i == 1:
+            raise RuntimeError("agent 1 is out of memory")
 
-    def fail(*_, **__):
-        raise RuntimeError("agent 1 is out of memory")
-
-    monkeypatch.setattr(trainer.agents[1], "generate", fail)
     with pytest.raises(RuntimeError, match="agent 1 is out of memory"):
-        trainer.train()
+        answers_of(["cpu", "cuda:0"], act)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_results_are_those_of_one_device(variant, dtype, tmp_path):
-    """To the bit, with everything on: reference models, a group of generations, an evaluation, three agents."""
-    args = {
-        "num_agents": 3,
-        "num_generations": 2,
-        "reference_kl_enabled": True,
-        "eval_interval": 3,
-        "dtype": dtype,
-    }
-    mp = {
-        "parallel_training": "mp",
-        "agent_devices": ["cpu:0", "cpu:1", "cpu:2"],
-        "reference_devices": ["cpu:3"],
-    }
-    mp |= {"critic_devices": ["cpu:1"] if variant == "maac" else ["cpu:0", "cpu:2", "cpu:1"]}
-    given = {"eval_dataset": [{"prompt": "eval"}] * 2}
-    one, many = (build(variant, tmp_path / str(len(x)), args | x, **given) for x in ({}, mp))
-    (completions, rows, tensors), (completions_mp, rows_mp, tensors_mp) = (
-        outcome(one),
-        outcome(many),
-    )
-    assert completions == completions_mp and rows == rows_mp
-    assert all(torch.equal(p, q) for p, q in zip(tensors, tensors_mp, strict=True))
+# ---------------------------------------------------------------------------------------- placement
 
 
-# -------------------------------------------------------------------------------------------------------- placement
+@pytest.mark.parametrize("references", [None, ["meta"], ["meta", "cpu"]])
+@pytest.mark.parametrize("agents", [["meta"], ["cpu", "meta"]])
+def test_models_land_on_the_named_devices(variant, agents, references, make_trainer, tmp_path):
+    """One name is for all, several are for one each; references go to the agents' by default."""
+    for critics in [["meta"], ["cpu"]] + [["meta", "cpu"]] * ("separate" in variant):
+        args = {"parallel_training": "mp", "reference_kl_enabled": True, "agent_devices": agents}
+        args |= {"critic_devices": critics, "reference_devices": references}
+        trainer = make_trainer(variant, tmp_path, args)
+        two, wanted = agents * (3 - len(agents)), references or agents
+        assert places(trainer.agents) == two
+        assert places(trainer.references) == wanted * (3 - len(wanted))
+        expected = two if "shared" in variant else critics * (3 - len(critics))
+        assert places(trainer.critics) == expected  # the value head with its backbone
 
 
-@pytest.mark.parametrize("references", [None, ["cpu:6"], ["cpu:6", "cpu:7"]])
-@pytest.mark.parametrize("agents", [["cpu:1"], ["cpu:1", "cpu:2"]])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_models_land_on_the_named_devices(variant, agents, references, tmp_path, moves):
-    """One name is for all, several are for one each; reference models go to the agents' devices by default."""
-    for critics in {
-        "iac": [["cpu:4"], ["cpu:4", "cpu:5"]],
-        "iac_shared": [None],
-        "maac": [["cpu:4"]],
-    }[variant]:
-        moves.clear()
-        devices = {
-            "agent_devices": agents,
-            "critic_devices": critics,
-            "reference_devices": references,
-        }
-        args = {"parallel_training": "mp", "reference_kl_enabled": True} | devices
-        given = {} if variant == "iac_shared" else {"critic_model": folder("L", "T")}
-        trainer = build(variant, tmp_path, args, **given)
-        two = [names * (3 - len(names)) for names in (agents, references or agents)]
-        assert sent(moves, "GPT2LMHeadModel") == two[0] + two[1]
-        assert [str(device) for device in trainer.agent_devices] == two[0]
-        if variant != "iac_shared":
-            assert sent(moves, "LlamaModel") == (
-                critics if variant == "maac" else critics * (3 - len(critics))
-            )
-
-
-def test_a_shared_critic_instance_takes_one_device(tmp_path, moves):
-    from library_models import model
-
-    critic = model("L", tokenizer("T")).base_model
-    trainer = build("iac", tmp_path, TWO, critic_model=critic)
-    assert sent(moves, "LlamaModel") == ["cpu:2"] and len(trainer.critics) == 1
+def test_a_shared_critic_instance_takes_one_device(make_trainer, llama, tmp_path):
+    args = MP | {"critic_devices": ["meta"]}
+    trainer = make_trainer("iac-v-separate", tmp_path, args, critic_model=llama)
+    assert places(trainer.critics) == ["meta"] * 2 and places(trainer.agents) == ["cpu"] * 2
     with pytest.raises(ValueError, match="critic_devices"):
-        build("iac", tmp_path, TWO | {"critic_devices": ["cpu:0", "cpu:1"]}, critic_model=critic)
+        args = MP | {"critic_devices": ["cpu", "meta"]}
+        make_trainer("iac-v-separate", tmp_path, args, critic_model=llama)
 
 
-@pytest.mark.parametrize(
-    "given", [{"agent_devices": ["cpu:1"]}, {"agent_devices": "cpu:1", "critic_devices": ["cpu:1"]}]
-)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_none_is_for_one_device_that_may_be_named(variant, given, tmp_path, moves):
-    build(variant, tmp_path, {"reference_kl_enabled": True} | given)
-    assert sent(moves, "GPT2LMHeadModel") == ["cpu:1"] * 4
-    assert set(sent(moves, "GPT2Model")) == (set() if variant == "iac_shared" else {"cpu:1"})
+ONE = [
+    {"agent_devices": ["meta"]},
+    {"agent_devices": "meta", "critic_devices": ["meta"]},
+    {"critic_devices": "meta"},
+    {"reference_devices": ["meta", "meta"]},
+]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_without_names_everything_is_on_the_gpu_or_else_the_cpu(variant, tmp_path, moves):
-    build(variant, tmp_path, {"reference_kl_enabled": True, "agent_devices": None})
-    assert {device for name, device in moves if name.startswith("GPT2")} == {
-        "cuda" if GPUS else "cpu"
-    }
+@some
+@pytest.mark.parametrize("given", ONE)
+def test_none_is_for_one_device_that_may_be_named(variant, given, make_trainer, tmp_path):
+    trainer = make_trainer(variant, tmp_path, {"reference_kl_enabled": True} | given)
+    models = [*trainer.agents, *trainer.references, *trainer.critics]
+    assert set(places(models)) == {"meta"} and len(models) == 6
 
 
-MP = {"parallel_training": "mp", "agent_devices": ["cpu:0"], "critic_devices": ["cpu:0"]}
+@some
+def test_without_names_everything_is_on_the_gpu_or_else_the_cpu(variant, make_trainer, tmp_path):
+    trainer = make_trainer(variant, tmp_path, {"reference_kl_enabled": True})
+    models = [*trainer.agents, *trainer.references, *trainer.critics]
+    assert set(places(models)) == {"cuda" if GPUS else "cpu"}
+
+
 REFUSED = {
-    "none with two devices": ({"agent_devices": ["cpu:0", "cpu:1"]}, "parallel_training='none'"),
-    "none with two kinds": (
-        {"agent_devices": ["cpu:0"], "critic_devices": ["cpu:1"]},
-        "parallel_training='none'",
-    ),
-    "mp without agent_devices": (MP | {"agent_devices": None}, "agent_devices"),
-    "three agent_devices for two": (MP | {"agent_devices": ["cpu:0"] * 3}, "agent_devices has 3"),
-    "three critic_devices": (MP | {"critic_devices": ["cpu:0"] * 3}, "critic_devices has 3"),
-    "three reference_devices": (
-        MP | {"reference_devices": ["cpu:0"] * 3},
-        "reference_devices has 3",
-    ),
-    "no names": (MP | {"agent_devices": []}, "agent_devices"),
-    "unknown kind": (MP | {"agent_devices": ["gpu:0"]}, "agent_devices"),
-    "a number": (MP | {"critic_devices": ["0.5"]}, "critic_devices"),
-    "a gpu there is not": (MP | {"reference_devices": [f"cuda:{GPUS}"]}, "reference_devices"),
-    "a gpu there is not, none": ({"agent_devices": [f"cuda:{GPUS}"]}, "agent_devices"),
-    "another mode": ({"parallel_training": "ddp"}, "parallel_training"),
+    "three agent_devices for two": ({"agent_devices": ["cpu"] * 3}, "agent_devices"),
+    "three critic_devices": ({"critic_devices": ["cpu"] * 3}, "critic_devices"),
+    "three reference_devices": ({"reference_devices": ["cpu"] * 3}, "reference_devices"),
+    "an unknown kind": ({"agent_devices": ["gpu:0"]}, "agent_devices"),
+    "a number": ({"critic_devices": ["0.5"]}, "critic_devices"),
+    "a gpu there is not": ({"reference_devices": [f"cuda:{GPUS}"]}, "reference_devices"),
 }
 
 
+@some
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_refused_before_a_model_is_loaded(variant, case, tmp_path, monkeypatch, moves):
-    args, words = REFUSED[case]
-    with pytest.raises(ValueError, match=words):
-        build(variant, tmp_path, args)
-    assert not any(name.startswith("GPT2") for name, _ in moves)
+def test_devices_that_do_not_fit_are_refused_by_name(variant, case, make_trainer, tmp_path):
+    devices, name = REFUSED[case]
+    if name == "critic_devices" and "shared" in variant:
+        return  # there are none to place
+    with pytest.raises(ValueError, match=rf"{name}=\["):
+        make_trainer(variant, tmp_path, MP | {"reference_kl_enabled": True} | devices)
+    assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("variant", ["iac", "maac"])
-def test_mp_needs_critic_devices_where_there_are_critics(variant, tmp_path):
-    with pytest.raises(ValueError, match="critic_devices"):
-        build(variant, tmp_path, MP | {"critic_devices": None})
-    build("iac_shared", tmp_path, MP | {"critic_devices": None})
+def test_a_gpu_that_is_not_there_is_refused_without_mp_too(variant, make_trainer, tmp_path):
+    with pytest.raises(ValueError, match="agent_devices"):
+        make_trainer(variant, tmp_path, {"agent_devices": [f"cuda:{GPUS}"]})
 
 
-def test_the_maac_critic_takes_one_device(tmp_path):
-    with pytest.raises(ValueError, match="critic_devices has 2"):
-        build("maac", tmp_path, MP | {"critic_devices": ["cpu:0", "cpu:1"]})
+def test_the_maac_critic_takes_one_device(make_trainer, tmp_path):
+    with pytest.raises(ValueError, match=r"critic_devices=\['cpu', 'meta'\] has 2 entries"):
+        make_trainer("maac-v", tmp_path, MP | {"critic_devices": ["cpu", "meta"]})
 
 
-# -------------------------------------------------------------------------------------------------------- with a GPU
+# ----------------------------------------------------------------------------------------- training
+
+
+def outcome(trainer):
+    """Completions, metrics without times, and final weights."""
+    trainer.train()
+    with open(f"{trainer.output_dir}/metrics.jsonl") as file:
+        rows = [json.loads(line) for line in file]
+    rows = [{name: x for name, x in row.items() if "time/" not in name} for row in rows]
+    weights = flat([*trainer.agents, *trainer.critics])
+    return [s.completion_ids for s in trainer.samples], rows, weights
+
+
+@some
+def test_results_are_those_of_one_device(variant, make_trainer, tmp_path):
+    """To the bit, with references, several generations, an evaluation and three agents."""
+    args = {"num_agents": 3, "num_generations": 2, "reference_kl_enabled": True}
+    args |= {"eval_interval": 3, "agent_devices": ["cpu"]}
+    mp = {"parallel_training": "mp", "agent_devices": ["cpu:0", "cpu:1", "cpu"]}
+    mp |= {"reference_devices": ["cpu"], "critic_devices": ["cpu"]}
+    given = {"eval_dataset": [{"prompt": "eval"}] * 2}
+    one, many = (
+        outcome(make_trainer(variant, tmp_path / str(len(x)), args | x, **given)) for x in ({}, mp)
+    )
+    assert one[:2] == many[:2] and torch.equal(one[2], many[2])
 
 
 @pytest.mark.skipif(not GPUS, reason="needs a GPU")
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_agents_critics_and_references_on_cpu_and_gpu(variant, tmp_path):
+def test_agents_critics_and_references_on_cpu_and_gpu(variant, make_trainer, rig, tmp_path):
     """Each model computes where it was put, and the numbers are those of the CPU to rounding."""
-    args = {
-        "parallel_training": "mp",
-        "agent_devices": ["cuda:0", "cpu"],
-        "reference_devices": ["cpu", "cuda:0"],
-    }
-    args |= {
-        "reference_kl_enabled": True,
-        "critic_devices": ["cuda:0"] if variant == "maac" else ["cpu", "cuda:0"],
-    }
-    trainer = build(variant, tmp_path / "mp", args)
-    assert [agent.device.type for agent in trainer.agents] == ["cuda", "cpu"]
-    assert [reference.device.type for reference in trainer.references] == ["cpu", "cuda"]
-    kinds = {"iac": ["cpu", "cuda"], "iac_shared": ["cuda", "cpu"], "maac": ["cuda"]}[variant]
-    for critic, kind in zip(trainer.critics, kinds, strict=True):
-        assert {p.device.type for p in critic.parameters()} == {kind}
-    samples = collected(trainer)
-    trainer.train()
-    plain = build(variant, tmp_path / "cpu", {"agent_devices": ["cpu"], "critic_devices": ["cpu"]})
-    first = [s for s in samples if s.row < 4]  # collected by the weights that both start from
-    for i in (0, 1):
-        own = [s for s in first if s.agent_idx == i]
-        here = trainer.score(build(variant, tmp_path, {"agent_devices": ["cuda"]}).agents[i], own)[
-            0
-        ].cpu()
-        torch.testing.assert_close(here, plain.score(plain.agents[i], own)[0], atol=1e-3, rtol=1e-3)
-    assert all(torch.tensor(list(row.values())).isfinite().all() for row in metrics(trainer))
+    mixed = {"parallel_training": "mp", "agent_devices": ["cuda:0", "cpu"]}
+    mixed |= {"reference_devices": ["cpu", "cuda:0"]}
+    mixed |= {"critic_devices": ["cuda:0"] if "maac" in variant else ["cpu", "cuda:0"]}
+    first = []
+    for name, devices in ("mixed", mixed), ("plain", {"agent_devices": ["cpu"]}):
+        args = {"reference_kl_enabled": True, "agent_learning_rate": 1e-5} | devices
+        trainer = make_trainer(variant, tmp_path / name, args)
+        if name == "mixed":
+            assert places(trainer.agents) == ["cuda", "cpu"]
+            assert places(trainer.references) == ["cpu", "cuda"]
+        else:
+            rig(trainer, lambda i, prompt, k: answer(i, prompt, k))
+        trainer.train()
+        assert flat([p.cpu() for p in (*trainer.agents, *trainer.critics)]).isfinite().all()
+        first.append([s for s in trainer.samples if s.row < 4])
+    assert [s.prompt_ids for s in first[0]] == [s.prompt_ids for s in first[1]]
+    if "-v" in variant:
+        for a, b in zip(*first, strict=True):
+            assert a.old_value == pytest.approx(b.old_value, abs=1e-3)
