@@ -11,16 +11,21 @@ so the first generated token of every row is in column P. Masks and positions co
 lengths, never from comparing ids with a pad id: what the pads hold means nothing.
 """
 
+import copy
 import inspect
 import logging
+import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import (
     LogitsProcessorList,
@@ -28,6 +33,7 @@ from transformers.generation import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import cached_file
 
 # ---------------------------------------------------------------------------------- data, functions
@@ -71,10 +77,12 @@ def read_model_config(model_config: Mapping[str, Any] | None) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for name in (*LOADING, "special_tokens"):
         options[name] = dict(given.get(name) or {})
-    for name in FOR_ALL:
-        if given.get(name) is not None:
-            for kwargs in (options["model_kwargs"], options["critic_model_kwargs"]):
+    for kwargs in (options["model_kwargs"], options["critic_model_kwargs"]):
+        for name in FOR_ALL:
+            if given.get(name) is not None:
                 kwargs.setdefault(name, given[name])
+        if "torch_dtype" in kwargs:  # its old name
+            kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
     for name in WIDTHS:
         options[name] = width = given.get(name)
         if width is not None and (type(width) is not int or width < 1):
@@ -141,37 +149,142 @@ def find_devices(name: str, devices: list[str] | None, count: int) -> list[torch
     return found if len(found) == count else found * count
 
 
-def load(kind: str, sources: list, devices: list, options: dict[str, Any]) -> list[nn.Module]:
-    """The models on their devices, in eval mode; critics without their language-model head.
+class Loader:
+    """Loads a trainer's models: "agents", "references" and "critics".
 
-    `options` go to from_pretrained. Parameters are float32, whatever type they are stored in: AdamW
-    steps of the size used in RL vanish in bfloat16 weights.
+    Without adapters each is a model of its own that trains as a whole. With them (new ones of rank
+    `lora_rank`, or those that a folder holds) each base is loaded once per device, frozen, in
+    `dtype`; a model is a copy of its structure that shares its tensors and has its own adapters. A
+    reference that needs none costs nothing.
     """
-    models = []
-    for index, (source, device) in enumerate(zip(sources, devices, strict=True)):
-        name = f"{kind}[{index}]"
-        model = source
-        if isinstance(source, str):
-            auto_class = AutoModel if kind == "critics" else AutoModelForCausalLM
-            model = load_pretrained(name, source, auto_class, options)
-        if kind == "critics":
-            model = model.base_model
-        types = {p.dtype for p in model.parameters() if p.is_floating_point()}
-        if types - {torch.float32}:
+
+    def __init__(
+        self,
+        options: dict[str, Any],  # see read_model_config
+        dtype: str,
+        lora_rank: int | None,
+        gradient_checkpointing: bool,
+        seed_for: Callable[..., int],
+    ) -> None:
+        self.options, self.seed_for = options, seed_for
+        self.dtype, self.lora_rank = getattr(torch, dtype), lora_rank
+        self.gradient_checkpointing = gradient_checkpointing
+        self.bases: dict[tuple, nn.Module] = {}
+        if lora_rank:
+            import_peft(f"lora_rank={lora_rank}")
+
+    def load(self, kind: str, sources: list, devices: list) -> list[nn.Module]:
+        """The models on their devices, in eval mode; critics without their language-model head."""
+        models = []
+        for index, (source, device) in enumerate(zip(sources, devices, strict=True)):
+            name = f"{kind}[{index}]"
+            if find_file(source, "adapter_config.json"):
+                model = self.load_adapters(kind, name, source, device)
+            elif self.lora_rank and not has_adapters(source):
+                model = self.share_base(kind, name, source, device)
+                if kind != "references":
+                    model = self.add_adapters(kind, name, source, model)
+            elif isinstance(source, str):
+                options = {"dtype": torch.float32} | self.kwargs(kind)
+                model = load_pretrained(name, source, kind != "critics", options)
+            else:
+                model = share(source, device) if kind == "references" else source
+            models.append(self.prepare(kind, name, model, device))
+        return models
+
+    def kwargs(self, kind: str) -> dict[str, Any]:
+        """What the user wants from_pretrained to be given."""
+        return self.options["critic_model_kwargs" if kind == "critics" else "model_kwargs"]
+
+    def share_base(
+        self, kind: str, name: str, source: Any, device: torch.device, with_head: bool = False
+    ) -> nn.Module:
+        """A copy of a frozen base that shares its tensors; critics', by default, have no head."""
+        options = {"dtype": self.dtype} | self.kwargs(kind)
+        whole, headless = [(causal, source, device, str(options)) for causal in (True, False)]
+        with_head = with_head or kind != "critics"
+        key = whole if with_head or whole in self.bases else headless
+        if key not in self.bases:
+            base = getattr(source, "_orig_mod", source)
+            if isinstance(source, str):
+                base = load_pretrained(name, source, key is whole, options)
+            elif base.device != device:
+                base = copy.deepcopy(base)
+            self.bases[key] = place(base.requires_grad_(False), device)
+        base = self.bases[key]
+        return share(base if with_head else body(base), device)
+
+    def add_adapters(self, kind: str, name: str, source: Any, base: nn.Module) -> nn.Module:
+        """A base with new LoRA adapters, which change nothing at first."""
+        peft = import_peft(name)
+        config = peft.LoraConfig(
+            r=self.lora_rank,
+            lora_alpha=2 * self.lora_rank,
+            target_modules="all-linear",
+            task_type=HEADLESS if kind == "critics" else "CAUSAL_LM",
+        )
+        with own_randomness(self.seed_for("adapters", name)):
+            model = peft.get_peft_model(base, config)
+        if isinstance(source, str):  # where whoever loads the adapters is to find the base
+            home = os.path.abspath(source) if os.path.isdir(source) else source
+            model.peft_config["default"].base_model_name_or_path = home
+        return model
+
+    def load_adapters(self, kind: str, name: str, source: str, device: torch.device) -> nn.Module:
+        """A base with the adapters of a folder, to train on."""
+        peft = import_peft(f"{name}={source!r}")
+        config = peft.PeftConfig.from_pretrained(source)
+        refuse_adapters(name, [config])
+        if not config.base_model_name_or_path:
+            raise ValueError(f"{name}={source!r} does not tell which model its adapters are for")
+        with_head = kind != "critics" or config.task_type != HEADLESS
+        base = self.share_base(kind, name, config.base_model_name_or_path, device, with_head)
+        with own_randomness(0):
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            try:
+                return peft.PeftModel.from_pretrained(
+                    base, source, is_trainable=kind != "references"
+                )
+            except UserWarning as error:
+                raise ValueError(f"{name}={source!r} does not fit its base: {error}") from error
+
+    def prepare(self, kind: str, name: str, model: nn.Module, device: torch.device) -> nn.Module:
+        """The model on its device, in eval mode, what trains in float32; ValueError if it is unfit.
+
+        AdamW steps of the size used in RL vanish in bfloat16 weights; frozen ones keep their type.
+        """
+        inner = unwrap(model)
+        refuse_adapters(name, getattr(model, "peft_config", {}).values())
+        if kind != "critics" and not hasattr(inner, "generate"):
+            raise ValueError(f"{name} is a {type(inner).__name__}, which does not generate text")
+        if kind == "critics" and not has_adapters(model):  # with them, the whole is to be saved
+            model = body(model)
+        trained = trainable(model).values()
+        if not trained and kind != "references":
+            hint = "load its adapters with is_trainable=True, or unfreeze a part of it"
+            raise ValueError(f"{name} has no trainable parameter: {hint}")
+        if types := {p.dtype for p in trained} - {torch.float32}:
             warnings.warn(
-                f"{name} holds weights of {types}: they are trained in float32", stacklevel=2
+                f"{name} holds weights of {types}: they are trained in float32", stacklevel=4
             )
-        models.append(model.float().to(device).eval())
-    return models
+        if len(trained) == len(list(model.parameters())):
+            model.float()  # buffers too
+        for parameter in trained:
+            parameter.data = parameter.data.float()
+        if kind == "references":
+            model.requires_grad_(False)
+        elif self.gradient_checkpointing or is_recomputed(model):
+            recompute_layers(name, model)
+        return place(model, device).eval()
 
 
-def load_pretrained(name: str, source: str, auto_class: Any, options: dict[str, Any]) -> nn.Module:
+def load_pretrained(name: str, source: str, with_head: bool, options: dict[str, Any]) -> nn.Module:
     """A model from a folder or the hub; ValueError if weights are missing there."""
+    auto_class = AutoModelForCausalLM if with_head else AutoModel
     logger = logging.getLogger("transformers.modeling_utils")
-    options = {"dtype": torch.float32, "output_loading_info": True} | options
     logger.disabled = True  # it would report that a critic has no use for lm_head
     try:
-        model, info = auto_class.from_pretrained(source, **options)
+        model, info = auto_class.from_pretrained(source, output_loading_info=True, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name}={source!r} could not be loaded: {error}") from error
     finally:
@@ -181,13 +294,104 @@ def load_pretrained(name: str, source: str, auto_class: Any, options: dict[str, 
     return model
 
 
+def place(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model on a device; a quantised one that is there already is left alone: few can move."""
+    is_there = getattr(model, "is_quantized", False) and model.device == device
+    return model if is_there else model.to(device)
+
+
+def share(model: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of a model, which shares those frozen tensors that are on the device already."""
+    tensors = [x for x in (*model.parameters(), *model.buffers()) if not x.requires_grad]
+    return copy.deepcopy(model, {id(x): x for x in tensors if x.device == device})
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The language model within torch.compile's and PEFT's wrappers; adapters stay in it."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def body(model: nn.Module) -> nn.Module:
+    """A language model without wrappers and without its head."""
+    return unwrap(model).base_model
+
+
+# ----------------------------------------------------------------------- adapters and recomputation
+
+HEADLESS = "FEATURE_EXTRACTION"  # PEFT's name for adapters of a model without head
+
+
+def import_peft(needed_for: str) -> Any:
+    """The package peft, which nothing but adapters needs."""
+    try:
+        import peft
+    except ImportError as error:
+        install = "pip install 'peft>=0.19,<1'"
+        raise ValueError(f"{needed_for} needs the package peft: {install}") from error
+    return peft
+
+
+def has_adapters(source: Any) -> bool:
+    """Whether a source is a model in memory that PEFT has put adapters into."""
+    return hasattr(source, "peft_config")
+
+
+def refuse_adapters(name: str, configs: Iterable) -> None:
+    """ValueError for PEFT's kinds that do not stay in a model when its wrapper is taken off."""
+    for config in configs:
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if config.is_prompt_learning or kind in ("POLY", "XLORA"):
+            raise ValueError(f"{name} has adapters of the kind {kind}: use LoRA or the like")
+
+
+@contextmanager
+def own_randomness(seed: int) -> Iterator[None]:
+    """Draw from a random state of one's own, the global one being the user's, without warnings."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.default_generator.manual_seed(seed)
+        warnings.simplefilter("ignore")  # PEFT tells how it reads a model's layers
+        yield
+
+
+def is_recomputed(model: nn.Module) -> bool:
+    """Whether transformers' gradient checkpointing was switched on in a model."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def recompute_layers(name: str, model: nn.Module) -> None:
+    """Let each layer run again in the backward pass rather than keep all that it computes.
+
+    Transformers' own switch works in training mode only, in which dropout wakes up.
+    """
+    layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
+    if not layers:
+        kind = type(unwrap(model)).__name__
+        raise ValueError(f"gradient_checkpointing: {name}, a {kind}, has no layers that can do it")
+    for layer in layers:
+        if getattr(layer.forward, "func", None) is not recompute:  # not yet
+            layer.forward = partial(recompute, layer.forward)
+
+
+def recompute(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer's forward such that the backward pass calls it again."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
 def refuse_shared_weights(**groups: list[nn.Module]) -> None:
-    """ValueError if two of the models share a parameter: two optimisers would both step it."""
+    """ValueError if two of the models share what trains: two optimisers would both step it."""
     owners: dict[int, str] = {}
     for group, models in groups.items():
         for index, model in enumerate(models):
             name = f"{group}[{index}]"
-            for parameter in model.parameters():
+            for parameter in trainable(model).values():
                 owner = owners.setdefault(id(parameter), name)
                 if owner != name:
                     raise ValueError(f"{owner} and {name} are the same model: load it twice")
@@ -323,8 +527,10 @@ class Sampling(NamedTuple):
 
 
 def autocast(model: nn.Module, dtype: str) -> torch.autocast:
-    """Arithmetic in bfloat16 around float32 weights, if that is the dtype."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+    """Arithmetic in bfloat16, if that is the dtype or not all weights are float32."""
+    types = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    enabled = dtype == "bfloat16" or bool(types - {torch.float32})
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=enabled)
 
 
 @torch.no_grad()
@@ -357,7 +563,9 @@ def generate(
     warpers.append(add_gumbel_noise)
     inputs = pad(prompts, [[]] * len(prompts), model.device)
     inputs.pop("position_ids")  # `model.generate` makes them itself, from the mask
-    shipped, model.generation_config = model.generation_config, GenerationConfig()
+    inner = unwrap(model)
+    shipped = inner.generation_config
+    model.generation_config = inner.generation_config = GenerationConfig()
     try:
         with autocast(model, sampling.dtype):
             ids = model.generate(
@@ -369,7 +577,7 @@ def generate(
                 logits_processor=warpers,
             )
     finally:
-        model.generation_config = shipped
+        model.generation_config = inner.generation_config = shipped
     P = inputs["input_ids"].shape[1]
     return [cut_after_stop(row, stops) for row in ids[:, P:].tolist()]
 
@@ -400,7 +608,7 @@ def generate_all(
 
 def call_model(model: nn.Module, dtype: str, **inputs: Any) -> Any:
     """Run a model on those inputs that its forward takes (some know no position_ids, ...)."""
-    known = parameters(model.forward)
+    known = parameters(unwrap(model).forward)
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
         inputs = {name: value for name, value in inputs.items() if name in known}
     with autocast(model, dtype):
@@ -415,7 +623,7 @@ def last_hidden(backbone: nn.Module, sequences: list[list[int]], dtype: str) -> 
     ]  # a b a -> 0 1 0
     distinct = [list(sequence) for sequence in first]
     inputs = pad(distinct, [[]] * len(distinct), backbone.device)
-    return call_model(backbone, dtype, **inputs).last_hidden_state[:, -1][index]
+    return call_model(body(backbone), dtype, **inputs).last_hidden_state[:, -1][index]
 
 
 def completion_logits(

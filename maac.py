@@ -37,7 +37,6 @@ episodes, B samples, K completion tokens, D hidden width. Agents count from 0; f
 0 is "agent 1".
 """
 
-import copy
 import hashlib
 import inspect
 import json
@@ -111,6 +110,8 @@ class Config:
     train_batch_size: PositiveInt | None = None  # samples per step; None = rollout_buffer_size
     micro_batch_size: PositiveInt | None = None  # samples in a model at once; None = all
     rollout_batch_size: PositiveInt | None = None  # items generated together; None = all
+    lora_rank: PositiveInt | None = None  # train adapters of that rank; None = all weights
+    gradient_checkpointing: bool = False  # compute layers twice, to keep less of them in memory
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the arithmetic; weights are float32
 
     parallel_training: Literal["none", "mp"] = "none"  # one device, or "mp": those named below
@@ -355,8 +356,10 @@ class Trainer:
                 raise ValueError(f"{name} must be a function, got {getattr(self, name)!r:.200}")
 
         options = common.read_model_config(model_config)
-        self.load_agents(agent_model, agents, tokenizer, options)
-        self.load_critics(critic_model, critics, options)
+        memory = (args.dtype, args.lora_rank, args.gradient_checkpointing)
+        loader = common.Loader(options, *memory, self.seed_for)
+        self.load_agents(agent_model, agents, tokenizer, loader)
+        self.load_critics(critic_model, critics, loader)
         self.agent_optimizers = [adamw(args.agent_learning_rate, x) for x in self.agents]
         optimizers = {x: adamw(args.critic_learning_rate, x) for x in self.critics}
         self.critic_optimizers = [optimizers[x] for x in self.critics]
@@ -368,18 +371,16 @@ class Trainer:
         self.counts = Counts()
         self.run: Run | None = None
 
-    def load_agents(self, agent_model: Any, agents: Any, tokenizer: Any, options: dict) -> None:
+    def load_agents(self, agent_model: Any, agents: Any, tokenizer: Any, loader: Any) -> None:
         """Set agents, their references (or none) and tokenizers."""
-        args, N = self.args, self.args.num_agents
+        args, N, options = self.args, self.args.num_agents, loader.options
         given = {"agent_model": agent_model, "agents": agents}
         self.sources = common.resolve_sources(given, N, f"num_agents={N}")
+        self.agents = loader.load("agents", self.sources, self.devices("agent_devices", N))
         self.references = []
         if args.reference_kl_enabled and args.reference_kl_coef > 0:
-            frozen = copy.deepcopy(self.sources)  # names load anew, models in memory are copied
             devices = self.devices("reference_devices", N)
-            self.references = common.load("references", frozen, devices, options["model_kwargs"])
-        devices = self.devices("agent_devices", N)
-        self.agents = common.load("agents", self.sources, devices, options["model_kwargs"])
+            self.references = loader.load("references", self.sources, devices)
         self.tokenizers = common.resolve_tokenizers(tokenizer, self.sources, options)
         self.chat_template_kwargs = options["chat_template_kwargs"]
         for i, (agent, tok) in enumerate(zip(self.agents, self.tokenizers, strict=True)):
@@ -390,15 +391,15 @@ class Trainer:
             if args.chat_template and not tok.chat_template:
                 raise ValueError(f"chat_template=True: the tokenizer of agents[{i}] has none")
 
-    def load_critics(self, critic_model: Any, critics: Any, options: dict) -> None:
+    def load_critics(self, critic_model: Any, critics: Any, loader: Any) -> None:
         """Set critics: the same one for every agent."""
         args, N = self.args, self.args.num_agents
         given = {"critic_model": critic_model, "critics": critics}
         sources = common.resolve_sources(given, 1, "one critic serves all agents")
         devices = self.devices("critic_devices", 1)
-        backbones = common.load("critics", sources, devices, options["critic_model_kwargs"])
+        backbones = loader.load("critics", sources, devices)
         common.refuse_shared_weights(agents=self.agents, critics=backbones)
-        width = options["critic_value_head_hidden_dim"]
+        width = loader.options["critic_value_head_hidden_dim"]
         self.critics = [Critic(backbones[0], width, sources[0], args.seed)] * N
         self.critic_names = ["critic_0"] * N
         common.check_vocabulary("critics[0]", backbones[0], sources[0], self.tokenizers[0])
@@ -841,7 +842,7 @@ class Trainer:
             "settings": self.settings(),
             "counts": asdict(self.counts),
             "metrics": dict(self.metrics),
-            "weights": [x.state_dict() for x in (*self.agents, *self.critics)],
+            "weights": [common.trainable(x) for x in (*self.agents, *self.critics)],
             "optimizers": [x.state_dict() for x in self.optimizers()],
         }
         os.makedirs(path, exist_ok=True)
@@ -858,7 +859,9 @@ class Trainer:
         if done > wanted:
             raise ValueError(f"num_train_epochs={wanted}: {path} has done {done} already")
         for x, saved in zip((*self.agents, *self.critics), state["weights"], strict=True):
-            x.load_state_dict(saved)
+            if not common.trainable(x).keys() <= saved.keys():
+                raise ValueError(f"{path} does not hold the weights that are trained here")
+            x.load_state_dict(saved, strict=False)  # what is frozen is not in it
         for x, saved in zip(self.optimizers(), state["optimizers"], strict=True):
             x.load_state_dict(saved)
             x.zero_grad()  # an error may have left gradients behind
@@ -918,7 +921,7 @@ MAACTrainer = Trainer
 
 def adamw(learning_rate: float, *modules: nn.Module) -> torch.optim.Optimizer:
     """The optimiser of what trains in these modules."""
-    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    parameters = [p for module in modules for p in common.trainable(module).values()]
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0, fused=True)
 
 
