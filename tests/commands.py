@@ -30,9 +30,7 @@ def run(*command, cwd=ROOT, env=ENV, stdin=""):
 
 def run_alone(*command, cwd=ROOT, env=ENV):
     """The same from a Python that was started for it."""
-    return subprocess.run(
-        [sys.executable, *map(str, command)], cwd=cwd, env=env, capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def run_together(*commands, cwd=ROOT, env=ENV, stdin=""):
@@ -42,16 +40,11 @@ def run_together(*commands, cwd=ROOT, env=ENV, stdin=""):
         for number, command in enumerate(commands):
             files = [os.path.join(place, f"{name}{number}") for name in ("in", "out", "err")]
             Path(files[0]).write_text(stdin)
-            jobs.append(
-                {"command": [*map(str, command)], "cwd": str(cwd), "env": dict(env), "files": files}
-            )
+            jobs.append({"command": [*map(str, command)], "cwd": str(cwd), "env": dict(env), "files": files})
         print(json.dumps(jobs), file=server().stdin, flush=True)
         codes = json.loads(server().stdout.readline())
         texts = [[Path(file).read_text() for file in job["files"][1:]] for job in jobs]
-    return [
-        subprocess.CompletedProcess(*all_)
-        for all_ in zip(commands, codes, *zip(*texts, strict=True), strict=True)
-    ]
+    return [subprocess.CompletedProcess(*all_) for all_ in zip(commands, codes, *zip(*texts, strict=True), strict=True)]
 
 
 @functools.cache

@@ -10,9 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = os.environ["OMP_NUM_THREADS"] = (
-    "1"  # for the commands too that tests start
-)
+os.environ["HF_HUB_OFFLINE"] = os.environ["OMP_NUM_THREADS"] = "1"  # for the commands too that tests start
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -51,12 +49,7 @@ def load_once(auto_class):
 
     def from_pretrained(source, *args, **options):
         file = Path(str(source)) / "model.safetensors"
-        if (
-            args
-            or options.keys() - {"dtype", "output_loading_info"}
-            or not file.exists()
-            or file.stat().st_size > 1e6
-        ):
+        if args or options.keys() - {"dtype", "output_loading_info"} or not file.exists() or file.stat().st_size > 1e6:
             return load(source, *args, **options)
         key = (
             file,
@@ -90,9 +83,7 @@ def tokenizer():
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = {"special_tokens": ["<begin>", "<end>"], "initial_alphabet": alphabet}
     bpe.train_from_iterator(SENTENCES * 3, trainers.BpeTrainer(vocab_size=300, **special))
-    bpe.post_processor = processors.TemplateProcessing(
-        single="<begin> $A", special_tokens=[("<begin>", BEGIN)]
-    )
+    bpe.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", BEGIN)])
     return FastTokenizer(tokenizer_object=bpe, bos_token="<begin>", eos_token="<end>")
 
 
@@ -140,18 +131,12 @@ def model(request):
 def reward_by_text(*completions):
     """A number for every joint answer, such that no two texts are worth the same."""
     joint_answers = zip(*completions, strict=True)
-    return [
-        sum(sum(text.encode()) * (i + 1) % 97 for i, text in enumerate(joint)) / 97
-        for joint in joint_answers
-    ]
+    return [sum(sum(text.encode()) * (i + 1) % 97 for i, text in enumerate(joint)) / 97 for joint in joint_answers]
 
 
 def say_more(prompt, agent_completions, num_agents, **_):
     """The next turn's prompts show agent i what it said itself."""
-    return [
-        f"{prompt} {text[:8]} more {i}"
-        for i, text in zip(range(num_agents), agent_completions, strict=True)
-    ]
+    return [f"{prompt} {text[:8]} more {i}" for i, text in zip(range(num_agents), agent_completions, strict=True)]
 
 
 @pytest.fixture(scope="session")
@@ -172,18 +157,12 @@ def make_trainer(folders):
         }
         settings |= {"agent_learning_rate": 1e-3, "critic_learning_rate": 1e-2}
         settings |= {"use_separate_critic": False} if kind == ["shared"] else {}
-        Config, Trainer = (
-            (iac.IACConfig, iac.IACTrainer)
-            if name == "iac"
-            else (maac.MAACConfig, maac.MAACTrainer)
-        )
+        Config, Trainer = (iac.IACConfig, iac.IACTrainer) if name == "iac" else (maac.MAACConfig, maac.MAACTrainer)
         arguments = {
             "args": Config(**settings | (args or {})),
             "reward_func": reward_by_text,
             "external_transition": say_more,
-            "train_dataset": [
-                {"prompt": f"Row {n} " + "and so on " * (n % 3), "n": n} for n in range(10)
-            ],
+            "train_dataset": [{"prompt": f"Row {n} " + "and so on " * (n % 3), "n": n} for n in range(10)],
             "metrics_callback": lambda episode: samples.extend(episode) or {},
             "output_dir": str(tmp_path / "run"),
         }
@@ -208,18 +187,10 @@ def rig():
     def replace(trainer, answer):
         def generate_for(i):
             def generate(input_ids, attention_mask, max_new_tokens, **_):
-                prompts = [
-                    row[mask.bool()].tolist()
-                    for row, mask in zip(input_ids, attention_mask, strict=True)
-                ]
-                answers = [
-                    answer(i, p, prompts[:row].count(p))[:max_new_tokens]
-                    for row, p in enumerate(prompts)
-                ]
+                prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
+                answers = [answer(i, p, prompts[:row].count(p))[:max_new_tokens] for row, p in enumerate(prompts)]
                 width = max(map(len, answers))
-                return torch.cat(
-                    [input_ids, torch.tensor([a + [77] * (width - len(a)) for a in answers])], 1
-                )
+                return torch.cat([input_ids, torch.tensor([a + [77] * (width - len(a)) for a in answers])], 1)
 
             return generate
 

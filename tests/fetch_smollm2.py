@@ -42,14 +42,10 @@ def load_gguf(path):
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    quantized = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
+    quantized = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     config = quantized.config
     del config.quantization_config  # save_pretrained refuses a model that has one
-    config.rms_norm_eps = round(
-        config.rms_norm_eps, 9
-    )  # stored in single precision: 1e-5 comes back as 9.9999997e-6
+    config.rms_norm_eps = round(config.rms_norm_eps, 9)  # stored in single precision: 1e-5 comes back as 9.9999997e-6
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantized.state_dict())
     model.eval()
@@ -62,14 +58,8 @@ def load_gguf(path):
     )
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
     tokenizer.model_max_length = config.max_position_embeddings
-    if (
-        tokenizer.eos_token != "<|im_end|>"
-        or tokenizer.pad_token_id is None
-        or not tokenizer.chat_template
-    ):
-        raise ValueError(
-            "the GGUF file lacks the end token, the padding token or the chat template of a chat model"
-        )
+    if tokenizer.eos_token != "<|im_end|>" or tokenizer.pad_token_id is None or not tokenizer.chat_template:
+        raise ValueError("the GGUF file lacks the end token, the padding token or the chat template of a chat model")
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     model.generation_config = GenerationConfig.from_model_config(config)
     return model, tokenizer
@@ -82,9 +72,7 @@ def fetch(folder=DEFAULT_FOLDER) -> Path:
         return folder
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise SystemExit(
-            f"Reading a GGUF file needs more packages. First run: pip install {' '.join(missing)}"
-        )
+        raise SystemExit(f"Reading a GGUF file needs more packages. First run: pip install {' '.join(missing)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Beside its final place, so that the last step is a rename and a half-written folder is never taken for a model.
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:

@@ -31,9 +31,7 @@ def prompt(agent, agents, n, said=None):
 def random_said(rng, agents):
     """One answer per agent: a digit, or now and then something longer or unreadable."""
     odd = ["?"] + [str(number) for number in range(10, 20)]
-    return [
-        rng.choice(odd) if rng.random() < 0.05 else str(rng.randrange(10)) for _ in range(agents)
-    ]
+    return [rng.choice(odd) if rng.random() < 0.05 else str(rng.randrange(10)) for _ in range(agents)]
 
 
 def random_round(rng):
@@ -58,17 +56,13 @@ def make_tokenizer():
         "model_max_length": 512,
         "padding_side": "left",
     }
-    return PreTrainedTokenizerFast(
-        tokenizer_object=characters, clean_up_tokenization_spaces=False, **special, **inputs
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=characters, clean_up_tokenization_spaces=False, **special, **inputs)
 
 
 def mean_loss(model, tokenizer, texts, starts):
     """Cross-entropy of the tokens of the texts, each from its start on."""
     batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
-    counted = batch.attention_mask.bool() & (
-        torch.arange(batch.input_ids.shape[1]) >= torch.tensor(starts)[:, None]
-    )
+    counted = batch.attention_mask.bool() & (torch.arange(batch.input_ids.shape[1]) >= torch.tensor(starts)[:, None])
     return model(**batch, labels=batch.input_ids.masked_fill(~counted, -100)).loss
 
 
@@ -92,9 +86,7 @@ def train(tokenizer):
     for step in range(1, STEPS + 1):
         rounds = [random_round(rng) for _ in range(BATCH)]
         asked = [rng.choice(prompts) for _, prompts in rounds]
-        answered = [
-            f"{text}{rng.randint(0, n)}<eos>" for text, (n, _) in zip(asked, rounds, strict=True)
-        ]
+        answered = [f"{text}{rng.randint(0, n)}<eos>" for text, (n, _) in zip(asked, rounds, strict=True)]
         answer_loss = mean_loss(model, tokenizer, answered, [len(text) for text in asked])
         joints = [joint(prompts) for _, prompts in rounds if len(prompts) > 1][:JOINT_BATCH]
         joint_loss = mean_loss(model, tokenizer, joints, [0] * len(joints))
@@ -116,9 +108,7 @@ def check(model, tokenizer, with_said):
     """Print how far the answers are from uniform, whether they stop, and what two independent agents can expect."""
 
     def next_token(texts):
-        return (
-            model(**tokenizer(texts, return_tensors="pt", padding=True)).logits[:, -1].softmax(-1)
-        )
+        return model(**tokenizer(texts, return_tensors="pt", padding=True)).logits[:, -1].softmax(-1)
 
     rng, digits, rows = (
         random.Random(SEED + 1),
@@ -128,32 +118,17 @@ def check(model, tokenizer, with_said):
     cases = [(i, agents) for agents in range(1, 5) for i in range(1, agents + 1)] * 10
     print("later turns, with what was said:" if with_said else "first turn:")
     for n in range(10):
-        asked = [
-            prompt(i, agents, n, random_said(rng, agents) if with_said else None)
-            for i, agents in cases
-        ]
+        asked = [prompt(i, agents, n, random_said(rng, agents) if with_said else None) for i, agents in cases]
         answers, uniform = next_token(asked), torch.zeros(len(tokenizer))
         uniform[digits[: n + 1]] = 1 / (n + 1)
-        ends = next_token([text + digit for text in asked for digit in "0123456789"])[
-            :, tokenizer.eos_token_id
-        ]
+        ends = next_token([text + digit for text in asked for digit in "0123456789"])[:, tokenizer.eos_token_id]
         one_digit = answers[:, digits] * ends.view(-1, 10)
         first, second = (one_digit[cases.index((i, 2)) :: 10].mean(0) for i in (1, 2))
-        reward = (
-            first
-            @ (1 - (torch.arange(10)[:, None] + torch.arange(10) - n).abs() / 5).clamp(min=0)
-            @ second
-        )
-        rows.append(
-            torch.stack(
-                [(answers - uniform).abs().sum(-1).mean() / 2, one_digit.sum(-1).mean(), reward]
-            )
-        )
+        reward = first @ (1 - (torch.arange(10)[:, None] + torch.arange(10) - n).abs() / 5).clamp(min=0) @ second
+        rows.append(torch.stack([(answers - uniform).abs().sum(-1).mean() / 2, one_digit.sum(-1).mean(), reward]))
     for name, row in [*((f"n={n}", row) for n, row in enumerate(rows)), ("mean", sum(rows) / 10)]:
         distance, ending, reward = row.tolist()
-        print(
-            f"  {name}: total variation {distance:.3f}, one digit then <eos> {ending:.4f}, reward {reward:.3f}"
-        )
+        print(f"  {name}: total variation {distance:.3f}, one digit then <eos> {ending:.4f}, reward {reward:.3f}")
 
 
 if __name__ == "__main__":
@@ -167,10 +142,7 @@ if __name__ == "__main__":
         AutoModelForCausalLM.from_pretrained(FOLDER),
         AutoTokenizer.from_pretrained(FOLDER),
     )
-    assert all(
-        tokenizer.decode(tokenizer.encode(text)) == text
-        for text in ["".join(CHARACTERS), " .  ,\n n't ?"]
-    )
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in ["".join(CHARACTERS), " .  ,\n n't ?"])
     print(f"{model.num_parameters()} parameters")
     for with_said in (False, True):
         check(model, tokenizer, with_said)

@@ -11,11 +11,11 @@ import warnings
 import peft
 import pytest
 import torch
-from conftest import ROOT, VARIANTS
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 import common
+from conftest import ROOT, VARIANTS
 
 approx = pytest.approx
 SEPARATE = [variant for variant in VARIANTS if "shared" not in variant]
@@ -33,9 +33,7 @@ def distinct(trainer):
     """(tensors that train, tensors that do not) of all models of a trainer, each once."""
     models = [*trainer.agents, *trainer.critics, *trainer.references]
     parameters = {id(p): p for model in models for p in model.parameters()}.values()
-    return [p for p in parameters if p.requires_grad], [
-        p for p in parameters if not p.requires_grad
-    ]
+    return [p for p in parameters if p.requires_grad], [p for p in parameters if not p.requires_grad]
 
 
 def stir(trainer):
@@ -69,9 +67,7 @@ def test_the_base_exists_once_and_never_changes(variant, model, make_trainer, fo
     assert sum(p.numel() for p in frozen) == sum(p.numel() for p in base.parameters())
     before = [p.clone() for p in frozen]
     assert all(p.dtype == torch.float32 for p in trains)
-    optimised = [
-        p for o in trainer.optimizers() for group in o.param_groups for p in group["params"]
-    ]
+    optimised = [p for o in trainer.optimizers() for group in o.param_groups for p in group["params"]]
     assert {id(p) for p in optimised} == {id(p) for p in trains}
     starts = [snapshot(m) for m in (*trainer.agents, *trainer.critics)]
     trainer.train()
@@ -151,9 +147,7 @@ def test_models_in_memory_are_bases_too(variant, make_trainer, llama, tokenizer,
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_equal_those_of_one_sample_at_a_time(
-    variant, checkpointing, make_trainer, tmp_path
-):
+def test_gradients_equal_those_of_one_sample_at_a_time(variant, checkpointing, make_trainer, tmp_path):
     """With learning rates of 0, so that every step is taken at the weights of the collection."""
     args = {"rollout_buffer_size": 99, "micro_batch_size": 3, "max_grad_norm": None}
     args |= {"agent_learning_rate": 0.0, "critic_learning_rate": 0.0, "temperature": 0.7}
@@ -235,9 +229,7 @@ def test_gradients_equal_those_of_one_sample_at_a_time(
 
 
 @pytest.mark.parametrize("given", [LORA | {"gradient_checkpointing": True}, {}])
-def test_a_resumed_run_ends_as_the_one_that_was_never_stopped(
-    variant, given, make_trainer, tmp_path
-):
+def test_a_resumed_run_ends_as_the_one_that_was_never_stopped(variant, given, make_trainer, tmp_path):
     def trainer(folder, stop_at=99):
         calls = []
 
@@ -263,14 +255,10 @@ def test_a_resumed_run_ends_as_the_one_that_was_never_stopped(
     size = os.path.getsize(os.path.join(resumed.output_dir, "checkpoint", "state.pt"))
     entries = 6 * len(distinct(resumed)[0])  # with AdamW's two moments and step, each has a name
     assert size < 3 * trains + 1000 * entries
-    saved = torch.load(
-        os.path.join(resumed.output_dir, "checkpoint", "state.pt"), weights_only=True
-    )
+    saved = torch.load(os.path.join(resumed.output_dir, "checkpoint", "state.pt"), weights_only=True)
     assert all("lora" in name or "value_head" in name for w in saved["weights"] for name in w)
     with pytest.raises(ValueError, match="lora_rank"):
-        quiet(make_trainer(variant, tmp_path / "other", KL | {"lora_rank": 3})).train(
-            resume_from=resumed.output_dir
-        )
+        quiet(make_trainer(variant, tmp_path / "other", KL | {"lora_rank": 3})).train(resume_from=resumed.output_dir)
 
 
 def test_saved_adapters_load_by_peft_and_train_on(variant, make_trainer, folders, tmp_path):
@@ -296,9 +284,7 @@ def test_saved_adapters_load_by_peft_and_train_on(variant, make_trainer, folders
             assert len(tensors[0]) and all(map(torch.equal, *tensors))
         sequences = [[5, 6, 7], [8, 9]]
         values = trainer.critics[0](sequences, "float32")
-        assert values.abs().min() > 0 and torch.equal(
-            again.critics[0](sequences, "float32"), values
-        )
+        assert values.abs().min() > 0 and torch.equal(again.critics[0](sequences, "float32"), values)
         base = AutoModelForCausalLM.from_pretrained(folders["L"])
         frozen = [p for p in distinct(again)[1]]
         adapters_of_references = sum(
@@ -405,9 +391,7 @@ def compiled(model):
         *(("iac-q-shared", "compiled"), ("maac-v", "compiled")),
     ],
 )
-def test_wrapped_models_train_in_every_role(
-    variant, kind, make_trainer, folders, tokenizer, tmp_path
-):
+def test_wrapped_models_train_in_every_role(variant, kind, make_trainer, folders, tokenizer, tmp_path):
     def wrapped():
         wrap = WRAPPERS.get(kind, compiled)
         return wrap(AutoModelForCausalLM.from_pretrained(folders["L"]))
@@ -472,9 +456,7 @@ def test_what_cannot_work_is_refused_by_name(role, make_trainer, folders, tokeni
         refused(AutoModel.from_pretrained(folders["L"]), "does not generate")
 
 
-def test_frozen_agents_with_a_shared_backbone_are_refused(
-    make_trainer, folders, tokenizer, tmp_path
-):
+def test_frozen_agents_with_a_shared_backbone_are_refused(make_trainer, folders, tokenizer, tmp_path):
     model = adapters(AutoModelForCausalLM.from_pretrained(folders["L"]))
     model.save_pretrained(tmp_path / "adapters")
     base = AutoModelForCausalLM.from_pretrained(folders["L"])
@@ -497,9 +479,7 @@ def test_no_trainable_parameter_has_two_optimisers(make_trainer, folders, tokeni
 
 
 @pytest.mark.parametrize(("model", "args"), [("L", {}), ("G", LORA)])
-def test_recomputed_layers_run_twice_and_change_no_number(
-    variant, model, args, make_trainer, tmp_path
-):
+def test_recomputed_layers_run_twice_and_change_no_number(variant, model, args, make_trainer, tmp_path):
     outcomes = []
     for recomputed in (False, True):
         args = args | {"gradient_checkpointing": recomputed, "rollout_buffer_size": 99}
@@ -530,17 +510,11 @@ def test_recomputed_layers_run_twice_and_change_no_number(
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, adapters])
-def test_a_model_handed_in_with_it_enabled_recomputes(
-    wrap, make_trainer, folders, tokenizer, tmp_path
-):
+def test_a_model_handed_in_with_it_enabled_recomputes(wrap, make_trainer, folders, tokenizer, tmp_path):
     agents = [AutoModelForCausalLM.from_pretrained(folders["L"]) for _ in range(2)]
     agents[0].gradient_checkpointing_enable()
     agents = [wrap(agent) for agent in agents]
-    trainer = quiet(
-        make_trainer(
-            "maac-v", tmp_path, {"rollout_buffer_size": 99}, agents=agents, tokenizer=tokenizer
-        )
-    )
+    trainer = quiet(make_trainer("maac-v", tmp_path, {"rollout_buffer_size": 99}, agents=agents, tokenizer=tokenizer))
     runs = [0, 0]
     for i, agent in enumerate(trainer.agents):
 

@@ -6,13 +6,15 @@ import shlex
 import sys
 
 import pytest
+
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "benchmark"))
 
 import learning
-import plot
 import speed
+
+import plot
 
 README = (ROOT / "README.md").read_text()
 PATHS = sorted(learning.RESULTS.glob("*.json"))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import iac
 import maac
-from commands import ENV, run, run_alone, run_together
+from commands import ENV, run, run_together
 from conftest import ROOT
 
 FILES = {"iac.py": iac, "maac.py": maac}
@@ -273,9 +273,14 @@ BAD = {
 }
 
 
+def in_turn(cases):
+    """Each case with one of the two files."""
+    return zip([*FILES] * len(cases), cases)  # noqa: B905
+
+
 def test_a_bad_value_is_named_in_a_box_and_nothing_is_begun(tmp_path):
-    commands = [(ROOT / script, *flags.split()) for script in FILES for flags in BAD]
-    for done, word in zip(run_together(*commands, cwd=tmp_path), [*BAD.values()] * 2, strict=True):
+    commands = [(ROOT / script, *flags.split()) for script, flags in in_turn(BAD)]
+    for done, word in zip(run_together(*commands, cwd=tmp_path), BAD.values(), strict=True):
         shown = (done.stdout + done.stderr).replace("_", "-")
         assert done.returncode == 2 and "\u256d" in shown and "Traceback" not in shown, shown
         assert word.replace("_", "-") in shown
@@ -295,9 +300,9 @@ REFUSED = {
 
 
 def test_what_does_not_fit_is_the_last_line_and_nothing_is_begun(tmp_path):
-    commands = [(ROOT / script, *flags.split()) for script in FILES for flags in REFUSED]
+    commands = [(ROOT / script, *flags.split()) for script, flags in in_turn(REFUSED)]
     ended = run_together(*commands, cwd=tmp_path)
-    for done, words in zip(ended, [*REFUSED.values()] * 2, strict=True):
+    for done, words in zip(ended, REFUSED.values(), strict=True):
         last = [line for line in done.stderr.splitlines() if line.startswith("ValueError: ")]
         assert done.returncode == 1 and len(last) == 1, (done.args, done.stderr)
         assert words in last[0], done.args
@@ -312,8 +317,8 @@ def defaults_in(text):
     entries = re.split(r"\u2502 +--", re.sub(r"\u2502\s*\n", "\n", text))[1:]
     found = {}
     for entry in entries:
-        shown = re.search(r"\((?:default|repeatable)[^)]*?: (.*?)\)|\(default: (.*?)\)", entry)
-        found[re.match("[a-z-]+", entry)[0]] = shown and (shown[1] or shown[2])
+        shown = re.search(r"\(default: (.*?)\)", entry)
+        found[re.match("[a-z-]+", entry)[0]] = shown and shown[1]
     return found
 
 
@@ -356,9 +361,19 @@ def test_help_and_config_json_show_the_values_in_force(script, tmp_path):
     assert demo["agent_learning_rate"] > own["agent_learning_rate"] == 5e-6
     assert settings(tmp_path / "demo q")["critic_learning_rate"] < demo["critic_learning_rate"]
     assert shown["task"] == "task.py" and shown["num-train-epochs"] == "1"
-    for field in fields(FILES[script].Args):  # each has its line of help
-        flag = re.escape(field.name.replace("_", "-"))
-        assert re.search(rf"--{flag}.*[a-z]", page.stdout)
+    for flag in shown:  # each has its line of help
+        assert re.search(rf"--{re.escape(flag)}\b.*\n?.* [a-z\"]+ .*\(default", page.stdout), flag
+
+
+GROUPS = ["models and task", "algorithm", "sampling", "batching and memory", "devices"]
+GROUPS += ["evaluation and logging"]
+
+
+@pytest.mark.parametrize("script", FILES)
+def test_help_is_grouped(script):
+    titles = re.findall(r"\u256d\u2500 (.*?) \u2500", run(script, "--help").stdout)
+    for group in GROUPS:
+        assert any(group in title.lower() for title in titles), group
 
 
 # -------------------------------------------------------------------------------------------- tasks
@@ -410,14 +425,14 @@ def test_prompts_go_through_the_chat_template_with_its_arguments(chatty, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("script", "start", "signals"),
+    ("script", "signals"),
     [
-        ("iac.py", run, [signal.SIGINT]),
-        ("maac.py", run_alone, [signal.SIGTERM]),
-        ("maac.py", run, [signal.SIGINT, signal.SIGINT]),
+        ("iac.py", [signal.SIGINT]),
+        ("maac.py", [signal.SIGTERM]),
+        ("maac.py", [signal.SIGINT, signal.SIGINT]),
     ],
 )
-def test_a_stopped_command_ends_with_code_130_and_is_resumed(script, start, signals, tmp_path):
+def test_a_stopped_command_ends_with_code_130_and_is_resumed(script, signals, tmp_path):
     """It says how to go on, shows no traceback, and ends as the one that was not stopped.
 
     With W&B offline: it is the same run there, and the flags need not be given again.
@@ -426,7 +441,7 @@ def test_a_stopped_command_ends_with_code_130_and_is_resumed(script, start, sign
     flags = [*QUICK, "--task", task, "--num-turns", 2, "--critic-type", "q", "--output-dir"]
     press = {"PRESS": " ".join(str(int(number)) for number in signals), "PYTHONPATH": str(ROOT)}
     folder = tmp_path / "run"
-    done = start(script, *flags, folder, "--track", env=ENV | press)
+    done = run(script, *flags, folder, "--track", env=ENV | press)
     shown = done.stdout + done.stderr
     assert done.returncode == 130 and f"--resume {folder} goes on from its last check" in shown, shown
     assert "Traceback" not in shown and "KeyboardInterrupt" not in shown
@@ -450,6 +465,7 @@ def test_flags_given_with_resume_win_or_are_refused_by_name(script, tmp_path):
     succeed(ROOT / script, *flags, "run", cwd=tmp_path)
     others = {"--seed": "7", "--discount": "0.25", "--agent-model": "model", "--critic-model": "model"}
     others |= {"--task": "other.py", "--critic-type": "q"}
+    others = dict([*others.items()][[*FILES].index(script) :: 2])  # in turn
     before = files(tmp_path / "run")
     commands = [(ROOT / script, "--resume", "run", *pair) for pair in others.items()]
     commands.append((ROOT / {"iac.py": "maac.py", "maac.py": "iac.py"}[script], "--resume", "run"))

@@ -6,8 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from commands import run
-from conftest import BEGIN, END
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModel,
@@ -24,6 +22,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import iac
 import maac
+from commands import run
+from conftest import BEGIN, END
 
 approx = pytest.approx
 SEQUENCES = [[5, 6, 7], [8, 9, 10, 11, 12], [260, 7]]
@@ -174,9 +174,7 @@ def test_maacs_critic_reads_one_text_of_all_agents(variant, num_agents, make_tra
 
 
 @pytest.mark.parametrize("first", ["gpt2", "llama"])
-def test_a_team_of_two_families_shares_texts_and_no_ids(
-    variant, first, folders, other, make_trainer, tmp_path
-):
+def test_a_team_of_two_families_shares_texts_and_no_ids(variant, first, folders, other, make_trainer, tmp_path):
     """Rewards and critics get each agent's text as its own tokenizer decodes it."""
     agents = [folders["L"], other["more"]] if first == "llama" else [other["more"], folders["L"]]
     toks = [AutoTokenizer.from_pretrained(agent) for agent in agents]
@@ -222,9 +220,7 @@ def test_a_team_of_two_families_shares_texts_and_no_ids(
 
 
 @WITH_CRITIC
-def test_a_critic_with_another_tokenizer_is_refused_naming_both(
-    variant, folders, other, make_trainer, tmp_path
-):
+def test_a_critic_with_another_tokenizer_is_refused_naming_both(variant, folders, other, make_trainer, tmp_path):
     """Whichever of the two has more ids, and also if they have as many in another order."""
     ours = folders["L"]
     for agents, critic in (
@@ -250,9 +246,7 @@ def test_one_critic_cannot_serve_agents_of_two_families(folders, other, make_tra
 
 
 @pytest.mark.parametrize("variant", ["iac-v-separate", "iac-q-separate", "maac-v", "maac-q"])
-def test_a_critic_needs_no_more_embeddings_than_there_are_tokens(
-    variant, llama, tokenizer, make_trainer, tmp_path
-):
+def test_a_critic_needs_no_more_embeddings_than_there_are_tokens(variant, llama, tokenizer, make_trainer, tmp_path):
     """Models are often padded with embeddings that stand for no token; an agent may draw those."""
     agents = [llama, copy.deepcopy(llama)]
     for agent in agents:
@@ -359,9 +353,7 @@ def test_the_head_is_linear_or_linear_tanh_linear(model, width):
         assert critic([sequence], "float32").item() == approx(by_hand.item(), abs=1e-5)
 
 
-def test_last_hidden_states_may_be_narrower_than_hidden_size(
-    variant, tokenizer, make_trainer, tmp_path
-):
+def test_last_hidden_states_may_be_narrower_than_hidden_size(variant, tokenizer, make_trainer, tmp_path):
     """As those of OPT-350m are."""
     sizes = {"hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 64, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "max_position_embeddings": 64}
@@ -392,9 +384,7 @@ def test_a_critic_has_no_language_model_head(variant, folders, llama, make_train
 
 @pytest.mark.parametrize("form", ["name", "names", "models", "mixed"])
 @SEPARATE
-def test_iacs_separate_critics_are_independent(
-    variant, form, folders, llama, make_trainer, tmp_path
-):
+def test_iacs_separate_critics_are_independent(variant, form, folders, llama, make_trainer, tmp_path):
     name, models = folders["L"], [llama.base_model, copy.deepcopy(llama.base_model)]
     lists = {"names": [name, name], "models": models, "mixed": [models[0], name]}
     given = {"critic_model": name} if form == "name" else {"critics": lists[form]}
@@ -516,9 +506,7 @@ def test_a_saved_critic_is_an_ordinary_backbone_and_trains_on(make_trainer, tmp_
         assert not torch.equal(again.critics[0](SEQUENCES, "float32"), values)
 
 
-def test_saved_agents_are_ordinary_models_with_their_tokenizers(
-    variant, tokenizer, make_trainer, tmp_path
-):
+def test_saved_agents_are_ordinary_models_with_their_tokenizers(variant, tokenizer, make_trainer, tmp_path):
     """Each in a folder of its own, though both started from one; nothing missing or unexpected."""
     trainer = make_trainer(variant, tmp_path, model="G")
     trainer.train()

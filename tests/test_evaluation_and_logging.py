@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 import wandb
-from commands import run
-from conftest import answer, optimizers, stir
 from pytest import approx
 from wandb.proto.wandb_internal_pb2 import Record
 
 import common
+from commands import run
+from conftest import answer, optimizers, stir
 
 EVAL = [{"prompt": f"eval {n}", "n": n} for n in range(5)]
 ROWS = [{"prompt": f"Row {n} " + "and so on " * (n % 3), "n": n} for n in range(10)]
@@ -130,9 +130,7 @@ def test_evaluation_points_and_items(variant, count, interval, points, make_trai
 
 
 @pytest.mark.parametrize(("size", "batches"), [(1, [1] * 5), (2, [2, 2, 1]), (9, [5])])
-def test_eval_batch_size_is_how_many_items_are_answered_together(
-    size, batches, make_trainer, tmp_path, monkeypatch
-):
+def test_eval_batch_size_is_how_many_items_are_answered_together(size, batches, make_trainer, tmp_path, monkeypatch):
     seen, generate_all = [], common.generate_all
 
     def spy(models, prompts, *rest):
@@ -178,9 +176,7 @@ def test_evaluation_reports_what_the_reward_function_saw(variant, make_trainer, 
     }
     for name, value in expected.items():
         assert row.pop(name) == approx(value), name
-    names = {
-        f"eval/agent_{i}/{x}" for i in (0, 1) for x in ("completion_tokens", "finished_fraction")
-    }
+    names = {f"eval/agent_{i}/{x}" for i in (0, 1) for x in ("completion_tokens", "finished_fraction")}
     assert row.keys() == names
     for i in (0, 1):
         assert 0 < row[f"eval/agent_{i}/finished_fraction"] <= 1
@@ -252,9 +248,7 @@ def by_hand(samples, agents, trainer, temperature, normalized):
 
 @pytest.mark.filterwarnings("ignore:a text is longer")
 @pytest.mark.parametrize("normalized", [True, False])
-def test_every_metric_has_its_name_and_its_value(
-    variant, normalized, make_trainer, rig, tmp_path, folders
-):
+def test_every_metric_has_its_name_and_its_value(variant, normalized, make_trainer, rig, tmp_path, folders):
     """Two turns, three updates, at a learning rate so small that the weights stay as they are."""
     args = {"agent_learning_rate": 1e-30, "critic_learning_rate": 1e-30, "num_turns": 2}
     args |= {"temperature": 0.8, "rollout_buffer_size": 8, "reference_kl_enabled": True}
@@ -277,8 +271,7 @@ def test_every_metric_has_its_name_and_its_value(
         start = copy.deepcopy(trainer.agents)
         trainer.train()
         logged[clip] = [
-            {k: v for k, v in row.items() if not k.startswith(("time/", "env_step"))}
-            for row in rows(trainer)
+            {k: v for k, v in row.items() if not k.startswith(("time/", "env_step"))} for row in rows(trainer)
         ]
         if clip is None:
             unclipped, samples, steps = norms, trainer.samples, optimizers(trainer)
@@ -307,13 +300,9 @@ def test_every_metric_has_its_name_and_its_value(
     assert any(0 < fraction < 1 for fraction in fractions)
 
 
-@pytest.mark.parametrize(
-    ("steps", "logged"), [(1, [4, 8, 10]), (4, [4, 8, 10]), (6, [8, 10]), (99, [10])]
-)
+@pytest.mark.parametrize(("steps", "logged"), [(1, [4, 8, 10]), (4, [4, 8, 10]), (6, [8, 10]), (99, [10])])
 @pytest.mark.parametrize("variant", ["iac-v-shared", "maac-v"])
-def test_logging_steps_are_the_joint_answers_between_two_rows_at_least(
-    variant, steps, logged, make_trainer, tmp_path
-):
+def test_logging_steps_are_the_joint_answers_between_two_rows_at_least(variant, steps, logged, make_trainer, tmp_path):
     """A row is of everything since the row before; the last one comes at the end of training."""
     trainer = make_trainer(variant, tmp_path, {"logging_steps": steps})
     trainer.train()
@@ -379,9 +368,7 @@ def test_a_metrics_callback_gets_all_samples_of_an_item(variant, make_trainer, t
 
 @pytest.mark.parametrize("answer", [None, 3, {"a": "much"}, {"a": [1, 2]}, ["a"]])
 @pytest.mark.parametrize("variant", ["iac-v-separate", "maac-q"])
-def test_a_metrics_callback_that_returns_no_numbers_is_named(
-    variant, answer, make_trainer, tmp_path
-):
+def test_a_metrics_callback_that_returns_no_numbers_is_named(variant, answer, make_trainer, tmp_path):
     trainer = make_trainer(variant, tmp_path, metrics_callback=lambda samples: answer)
     with pytest.raises(ValueError, match="metrics_callback must return a dict of numbers"):
         trainer.train()
@@ -415,9 +402,7 @@ def history(path):
         assert time.monotonic() < patience, "the run was not finished"
         time.sleep(0.05)
     items = [record.history.item for record in found if record.HasField("history")]
-    stored = [
-        {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in row} for row in items
-    ]
+    stored = [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in row} for row in items]
     return stored, found[-1].exit.exit_code
 
 
@@ -473,9 +458,7 @@ def test_wandb_gets_the_rows_of_metrics_jsonl_in_order(variant, make_trainer, tm
 
 
 @pytest.mark.parametrize("variant", ["iac-q-shared", "maac-v"])
-def test_an_error_ends_the_wandb_run_and_it_is_the_same_one_once_resumed(
-    variant, make_trainer, tmp_path, spied
-):
+def test_an_error_ends_the_wandb_run_and_it_is_the_same_one_once_resumed(variant, make_trainer, tmp_path, spied):
     """Another training in the same process is a run of its own, and one of the user's stays."""
     own = wandb.init(mode="offline", dir=str(tmp_path / "own"))
     calls = []
@@ -504,14 +487,10 @@ def test_an_error_ends_the_wandb_run_and_it_is_the_same_one_once_resumed(
     own.finish()
 
 
-def test_logging_to_wandb_changes_no_training_and_without_it_nothing_is_touched(
-    make_trainer, tmp_path, spied
-):
+def test_logging_to_wandb_changes_no_training_and_without_it_nothing_is_touched(make_trainer, tmp_path, spied):
     for mode in ("disabled", "offline"):
         trainers = [
-            make_trainer(
-                "maac-q", tmp_path / f"{mode} {name}", wandb_config=config, reward_func=noisy_reward
-            )
+            make_trainer("maac-q", tmp_path / f"{mode} {name}", wandb_config=config, reward_func=noisy_reward)
             for name, config in {"plain": None, "logged": {"mode": mode}}.items()
         ]
         for number, trainer in enumerate(trainers):
@@ -555,9 +534,7 @@ def test_what_is_wrong_with_wandb_config_is_found_at_construction(variant, make_
 
 
 @pytest.mark.parametrize("error", ["UsageError", "CommError"])
-def test_without_a_network_the_run_goes_on_offline_and_says_so(
-    error, make_trainer, tmp_path, monkeypatch, capsys
-):
+def test_without_a_network_the_run_goes_on_offline_and_says_so(error, make_trainer, tmp_path, monkeypatch, capsys):
     init, modes = wandb.init, []
 
     @functools.wraps(init)
@@ -606,9 +583,7 @@ def shown_by(trainer, capsys):
 
 
 @pytest.mark.parametrize("variant", ["iac-q-shared", "maac-v"])
-def test_a_quiet_run_shows_neither_bar_nor_answers_and_writes_all(
-    variant, make_trainer, tmp_path, capsys
-):
+def test_a_quiet_run_shows_neither_bar_nor_answers_and_writes_all(variant, make_trainer, tmp_path, capsys):
     given, args = {"eval_dataset": EVAL}, {"eval_interval": 4}
     loud = make_trainer(variant, tmp_path / "loud", args, **given)
     shown = shown_by(loud, capsys)
@@ -625,9 +600,7 @@ def test_a_quiet_run_shows_neither_bar_nor_answers_and_writes_all(
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "a notebook's", "closed"])
 @pytest.mark.parametrize("variant", ["iac-v-separate", "maac-q"])
-def test_what_a_console_cannot_show_does_not_end_a_run(
-    variant, encoding, make_trainer, tmp_path, monkeypatch
-):
+def test_what_a_console_cannot_show_does_not_end_a_run(variant, encoding, make_trainer, tmp_path, monkeypatch):
     raw = io.BytesIO()
     screen = io.StringIO()
     if "-" in encoding or encoding == "ascii":
@@ -644,6 +617,4 @@ def test_what_a_console_cannot_show_does_not_end_a_run(
     if encoding == "a notebook's":
         assert "name \u2192 2" in screen.getvalue()
     elif encoding != "closed":
-        assert "name \\\\u2192 2" in raw.getvalue().decode(
-            encoding
-        ) or "\\u2192" in raw.getvalue().decode(encoding)
+        assert "name \\\\u2192 2" in raw.getvalue().decode(encoding) or "\\u2192" in raw.getvalue().decode(encoding)

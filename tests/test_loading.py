@@ -43,9 +43,7 @@ def assert_trains(trainer):
 
 
 @pytest.mark.parametrize("num_agents", [1, 2, 3])
-def test_of_a_folder_every_agent_loads_its_own_copy(
-    variant, num_agents, folders, make_trainer, tmp_path
-):
+def test_of_a_folder_every_agent_loads_its_own_copy(variant, num_agents, folders, make_trainer, tmp_path):
     trainer = make_trainer(variant, tmp_path, {"num_agents": num_agents})
     start = flat(AutoModelForCausalLM.from_pretrained(folders["L"]))
     assert len(trainer.agents) == len(set(map(id, trainer.agents))) == num_agents
@@ -59,9 +57,7 @@ def test_of_a_folder_every_agent_loads_its_own_copy(
 
 @pytest.mark.parametrize("form", ["names", "models", "mixed"])
 @THREE
-def test_agents_are_names_or_models_or_both(
-    variant, form, folders, llama, tokenizer, make_trainer, tmp_path
-):
+def test_agents_are_names_or_models_or_both(variant, form, folders, llama, tokenizer, make_trainer, tmp_path):
     models = [llama, copy.deepcopy(llama)]
     name = folders["L"]
     agents = {"names": [name, name], "models": models, "mixed": [name, models[1]]}[form]
@@ -87,9 +83,7 @@ def test_a_name_and_a_list_that_agree_are_taken(variant, folders, make_trainer, 
 
 
 @BOTH
-def test_a_name_and_a_list_that_disagree_are_refused_naming_both(
-    variant, folders, make_trainer, tmp_path
-):
+def test_a_name_and_a_list_that_disagree_are_refused_naming_both(variant, folders, make_trainer, tmp_path):
     one, two, count = folders["L"], folders["G"], 1 if "maac" in variant else 2
     for names in (("agent_model", "agents"), ("critic_model", "critics")):
         number = 2 if "agents" in names else count
@@ -100,9 +94,7 @@ def test_a_name_and_a_list_that_disagree_are_refused_naming_both(
 
 
 @BOTH
-def test_one_model_in_two_places_is_refused_naming_both(
-    variant, llama, tokenizer, folders, make_trainer, tmp_path
-):
+def test_one_model_in_two_places_is_refused_naming_both(variant, llama, tokenizer, folders, make_trainer, tmp_path):
     other, name = copy.deepcopy(llama), folders["L"]
 
     def refused(words, **given):
@@ -155,9 +147,7 @@ REFUSED = {  # -> variants, constructor arguments (L: a folder, M: a model), the
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_sources_that_do_not_fit_are_refused_saying_why(
-    case, folders, llama, tokenizer, make_trainer, tmp_path
-):
+def test_sources_that_do_not_fit_are_refused_saying_why(case, folders, llama, tokenizer, make_trainer, tmp_path):
     kinds, given, words = REFUSED[case]
     things = {"L": folders["L"], "M": llama, "T": tokenizer}
 
@@ -178,9 +168,7 @@ def test_sources_that_do_not_fit_are_refused_saying_why(
 
 
 @THREE
-def test_tokenizers_come_from_the_folders_or_as_one_or_as_a_list(
-    variant, folders, tokenizer, make_trainer, tmp_path
-):
+def test_tokenizers_come_from_the_folders_or_as_one_or_as_a_list(variant, folders, tokenizer, make_trainer, tmp_path):
     other = copy.deepcopy(tokenizer)
     expected = [tokenizer("name 1").input_ids] * 2
     for given in (
@@ -199,9 +187,7 @@ def test_tokenizers_come_from_the_folders_or_as_one_or_as_a_list(
 
 
 @THREE
-def test_agents_of_two_kinds_train_together_each_with_its_own_tokenizer(
-    variant, folders, make_trainer, tmp_path
-):
+def test_agents_of_two_kinds_train_together_each_with_its_own_tokenizer(variant, folders, make_trainer, tmp_path):
     """A GPT-2 and a Llama, with ids of different meanings, by nothing but their names."""
     agents = [folders["L"], folders["tiny_lm"]]
     given = {"agents": agents}
@@ -220,9 +206,7 @@ def test_agents_of_two_kinds_train_together_each_with_its_own_tokenizer(
 
 
 @BOTH
-def test_a_tokenizer_that_is_not_its_agents_is_refused_by_name(
-    variant, folders, make_trainer, tmp_path
-):
+def test_a_tokenizer_that_is_not_its_agents_is_refused_by_name(variant, folders, make_trainer, tmp_path):
     """Changed over, or with more ids than the model embeds."""
     names = [folders["L"], folders["tiny_lm"]]
     toks = [AutoTokenizer.from_pretrained(name) for name in names]
@@ -240,9 +224,7 @@ def test_a_tokenizer_that_is_not_its_agents_is_refused_by_name(
 
 
 @THREE
-def test_options_reach_from_pretrained_of_agents_critics_and_tokenizers(
-    variant, make_trainer, tmp_path
-):
+def test_options_reach_from_pretrained_of_agents_critics_and_tokenizers(variant, make_trainer, tmp_path):
     options = {
         "model_kwargs": {"attn_implementation": "eager"},
         "critic_model_kwargs": {"attn_implementation": "sdpa"},
@@ -269,9 +251,7 @@ def test_options_reach_from_pretrained_of_agents_critics_and_tokenizers(
 
 
 @THREE
-def test_options_at_the_top_level_are_for_all_models_that_have_none_of_their_own(
-    variant, make_trainer, tmp_path
-):
+def test_options_at_the_top_level_are_for_all_models_that_have_none_of_their_own(variant, make_trainer, tmp_path):
     trainer = make_trainer(variant, tmp_path, model_config={"attn_implementation": "eager"})
     backbones = [critic.backbone for critic in trainer.critics]
     for model in (*trainer.agents, *backbones):
@@ -288,9 +268,7 @@ def test_options_at_the_top_level_are_for_all_models_that_have_none_of_their_own
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
 @THREE
-def test_a_dtype_is_taken_at_the_top_level_and_trained_in_float32(
-    variant, name, make_trainer, tmp_path
-):
+def test_a_dtype_is_taken_at_the_top_level_and_trained_in_float32(variant, name, make_trainer, tmp_path):
     """Weights are rounded to it as they are loaded, which is said."""
     for value in (torch.bfloat16, "bfloat16"):
         with pytest.warns(UserWarning, match=r"agents\[0\].*bfloat16.*float32") as caught:
@@ -354,9 +332,7 @@ def test_options_that_nobody_reads_are_refused_by_name(variant, make_trainer, tm
 
 
 @THREE
-def test_a_bfloat16_checkpoint_is_trained_in_float32(
-    variant, llama, tokenizer, make_trainer, tmp_path
-):
+def test_a_bfloat16_checkpoint_is_trained_in_float32(variant, llama, tokenizer, make_trainer, tmp_path):
     """At a learning rate of 1e-6, where every step would round away in bfloat16."""
     source = str(tmp_path / "low")
     llama.to(torch.bfloat16).save_pretrained(source)
@@ -378,9 +354,7 @@ def test_a_bfloat16_checkpoint_is_trained_in_float32(
 
 
 @THREE
-def test_a_folder_that_lacks_weights_is_refused_naming_them(
-    variant, llama, tokenizer, make_trainer, tmp_path
-):
+def test_a_folder_that_lacks_weights_is_refused_naming_them(variant, llama, tokenizer, make_trainer, tmp_path):
     """transformers would fill them with random numbers, and say so in a table at most."""
     file = tmp_path / "holes" / "model.safetensors"
     name = "model.layers.1.mlp.up_proj.weight"

@@ -57,26 +57,16 @@ def test_targets_of_an_episode_that_ends_early(variant, make_trainer, tmp_path):
         "early_termination_threshold": 0.5,
         "rollout_buffer_size": 99,
     }
-    trainer = make_trainer(
-        variant, tmp_path, args, reward_func=reward, external_transition=transition
-    )
+    trainer = make_trainer(variant, tmp_path, args, reward_func=reward, external_transition=transition)
     for critic in trainer.critics:
         critic.value_head[-1].bias.data.fill_(0.25)
     trainer.train()
-    episodes = [
-        [s for s in trainer.samples if (s.row, s.agent_idx) == (row, i)]
-        for row in range(10)
-        for i in (0, 1)
-    ]
+    episodes = [[s for s in trainer.samples if (s.row, s.agent_idx) == (row, i)] for row in range(10) for i in (0, 1)]
     for own in episodes:
         odd = own[0].row % 2
         assert [s.target for s in own] == approx([0.625, 0.375, 0.125] if odd else [0.625, 1.0])
-        assert [s.advantage for s in own] == approx(
-            [0.375, 0.125, -0.125] if odd else [0.375, 0.75]
-        )
-        assert [s.expected_return for s in own] == approx(
-            [0.875, 0.375, 0.125] if odd else [1.5, 1.0]
-        )
+        assert [s.advantage for s in own] == approx([0.375, 0.125, -0.125] if odd else [0.375, 0.75])
+        assert [s.expected_return for s in own] == approx([0.875, 0.375, 0.125] if odd else [1.5, 1.0])
 
 
 @both
@@ -233,10 +223,7 @@ def test_read_rewards_refuses(file, raw):
     """Two agents, three joint answers; the message says where, what was expected, what came."""
     with pytest.raises(ValueError, match=r"row 7, turn 2") as error:
         file.read_rewards(raw, 2, 3, "row 7, turn 2")
-    assert all(
-        part in str(error.value)
-        for part in ("3 numbers", "2 numbers", "2 lists of 3", repr(raw)[:20])
-    )
+    assert all(part in str(error.value) for part in ("3 numbers", "2 numbers", "2 lists of 3", repr(raw)[:20]))
 
 
 # What follows returns what it was handed, under the names of the first form.
@@ -372,9 +359,7 @@ def test_a_column_of_the_data_as_a_required_parameter_is_refused(file):
             file.call_reward(function, [A, B], PROMPTS, {"n": 3, "prompt": "p"}, 1)
     for function in (lambda a, b, n=4: n, lambda a, b, *, n=4: n):  # a default is the user's own
         assert file.call_reward(function, [A, B], PROMPTS, {"n": 3}, 1) == 4
-    assert (
-        file.call_reward(lambda prompt, a, b: prompt, [A, B], PROMPTS, {"prompt": 1}, 1) == PROMPTS
-    )
+    assert file.call_reward(lambda prompt, a, b: prompt, [A, B], PROMPTS, {"prompt": 1}, 1) == PROMPTS
 
 
 # ---------------------------------------------------------------------- the task, the critic's text
@@ -389,19 +374,12 @@ def test_number_task(file):
         "agent 2 of 2: sum to 7 =",
     ]
     assert reward(["3"], ["4"], batch_items=[item]) == [1.0]
-    assert reward(
-        ["3", "I say 4.", "9", "", "99"], ["3", "3!", "9", "7", "x"], batch_items=[item]
-    ) == approx(
+    assert reward(["3", "I say 4.", "9", "", "99"], ["3", "3!", "9", "7", "x"], batch_items=[item]) == approx(
         [0.8, 1.0, 0.0, 0.0, 0.0]  # 6 is 1 off; 7; 18 is 11 off; no number; no number
     )
-    assert (
-        task["external_transition"](prompt="sum to 7", agent_completions=["3", "x"])
-        == ["sum to 7, said 3 ?"] * 2
-    )
+    assert task["external_transition"](prompt="sum to 7", agent_completions=["3", "x"]) == ["sum to 7, said 3 ?"] * 2
     rows = task["train_dataset"] + task["eval_dataset"]
-    assert all(row["prompt"] == f"sum to {row['n']}" for row in rows) and {
-        row["n"] for row in rows
-    } == set(range(10))
+    assert all(row["prompt"] == f"sum to {row['n']}" for row in rows) and {row["n"] for row in rows} == set(range(10))
     assert file.number_task(2, seed=3)["train_dataset"] == task["train_dataset"]
     assert file.number_task(2, seed=4)["train_dataset"] != task["train_dataset"]
 
@@ -410,9 +388,7 @@ def test_number_task(file):
 def test_number_task_of_one_and_of_three(file):
     item = {"prompt": "sum to 7", "n": 7}
     assert file.number_task(1, 0)["formatters"][0](item) == "agent 1 of 1: sum to 7 ="
-    assert file.number_task(1, 0)["reward_func"](["7", "5"], batch_items=[item]) == approx(
-        [1.0, 0.6]
-    )
+    assert file.number_task(1, 0)["reward_func"](["7", "5"], batch_items=[item]) == approx([1.0, 0.6])
     three = file.number_task(3, 0)
     assert three["formatters"][2](item) == "agent 3 of 3: sum to 7 ="
     assert three["reward_func"](["1"], ["2"], ["3"], batch_items=[item]) == approx([0.8])
@@ -422,7 +398,4 @@ def test_number_task_of_one_and_of_three(file):
 
 def test_critic_text():
     assert maac.critic_text(["p", "q"], []) == "[agent 1]\np\n[agent 2]\nq"
-    assert (
-        maac.critic_text(["p", "q"], ["3", ""])
-        == "[agent 1]\np\n[agent 2]\nq\n[answer 1]\n3\n[answer 2]\n"
-    )
+    assert maac.critic_text(["p", "q"], ["3", ""]) == "[agent 1]\np\n[agent 2]\nq\n[answer 1]\n3\n[answer 2]\n"

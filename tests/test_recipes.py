@@ -9,11 +9,11 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT
 
 import common
 import iac
 import maac
+from conftest import ROOT
 
 RECIPES = sorted(path.stem for path in (ROOT / "tests" / "recipes").glob("*.patch"))
 
@@ -133,9 +133,7 @@ def test_the_entropy_bonus_raises_the_entropy(name, patched, tmp_path, folders):
         vary_rewards(trainer).train()
         prompts = [trainer.tokenizers[0]("Row 1").input_ids]
         with torch.no_grad():
-            logits, _, _ = common.completion_logits(
-                trainer.agents[0], prompts, [[5, 6, 7]], 1.0, "float32"
-            )
+            logits, _, _ = common.completion_logits(trainer.agents[0], prompts, [[5, 6, 7]], 1.0, "float32")
         scores = logits.log_softmax(-1)
         ends.append(-(scores.exp() * scores).sum(-1).mean().item())
     assert ends[1] > ends[0]

@@ -14,10 +14,10 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import END, ROOT
 
 import iac
 import maac
+from conftest import END, ROOT
 
 ROWS = [{"prompt": f"name {n}", "n": n} for n in range(6)]
 BOTH = pytest.mark.parametrize("variant", ["iac-v-separate", "maac-v"])
@@ -117,18 +117,14 @@ FORMS = {
     "items with a default": lambda a, b, batch_items=None: note(a=a, b=b, batch_items=batch_items),
     "items in between": lambda a, batch_items, b: note(a=a, b=b, batch_items=batch_items),
     "after another default": scaled_items_and_prompts,
-    "keyword only": lambda a, b, *, prompts, batch_items=None: note(
-        a=a, b=b, prompts=prompts, batch_items=batch_items
-    ),
+    "keyword only": lambda a, b, *, prompts, batch_items=None: note(a=a, b=b, prompts=prompts, batch_items=batch_items),
     "keywords": keywords,
     "prompts first": lambda prompts, a, b: note(a=a, b=b, prompts=prompts),
     "prompts by another name": lambda questions, a, b: note(a=a, b=b, prompts=questions),
     "starred": starred,
     "starred with keywords": starred_with_keywords,
     "all agents in one": lambda completions: note(a=completions[0], b=completions[1]),
-    "all agents in one, and items": lambda texts, batch_items: note(
-        a=texts[0], b=texts[1], batch_items=batch_items
-    ),
+    "all agents in one, and items": lambda texts, batch_items: note(a=texts[0], b=texts[1], batch_items=batch_items),
     "own defaults": own_defaults,
     "an object": Callable(),
     "a method": Callable().method,
@@ -354,9 +350,7 @@ def test_a_bad_processed_reward_is_refused_too(variant, play):
 
 @pytest.mark.parametrize(("factor", "turns"), [(6, {0}), (5, {0, 1}), (4, {0, 1})])
 @BOTH
-def test_an_episode_ends_after_a_processed_reward_above_the_threshold(
-    variant, factor, turns, make_trainer, tmp_path
-):
+def test_an_episode_ends_after_a_processed_reward_above_the_threshold(variant, factor, turns, make_trainer, tmp_path):
     """The KL penalty, which would take or add far more than the difference, has no part in it."""
     args = {"num_turns": 2, "early_termination_threshold": 5.0}
     args |= {"reference_kl_enabled": True, "reference_kl_coef": 50.0}
@@ -441,9 +435,7 @@ def test_with_passthrough_the_formatter_is_not_asked_again(variant, play):
 def test_a_transition_gets_five_arguments_that_are_copies(variant, passthrough, play):
     calls = []
 
-    def destructive(
-        prompt, agent_completions, num_agents, prompt_history_per_agent, response_history_per_agent
-    ):
+    def destructive(prompt, agent_completions, num_agents, prompt_history_per_agent, response_history_per_agent):
         histories = [prompt_history_per_agent, response_history_per_agent]
         calls.append(json.loads(json.dumps([prompt, agent_completions, num_agents, *histories])))
         texts = [f"{prompt} after {len(response_history_per_agent[i])}" for i in range(num_agents)]
@@ -477,9 +469,7 @@ def test_an_item_without_a_prompt_has_an_empty_one_for_the_transition(variant, p
 
     given = {"formatters": lambda x: x.get("prompt", x["text"])}
     rows = [{"text": "a question"}]
-    trainer = play(
-        variant, {"num_turns": 2}, external_transition=transition, train_dataset=rows, **given
-    )
+    trainer = play(variant, {"num_turns": 2}, external_transition=transition, train_dataset=rows, **given)
     assert seen == [""] and [s.prompt for s in trainer.samples] == ["a question"] * 2 + ["more"] * 2
 
 
@@ -522,9 +512,7 @@ def test_a_bad_transition_is_refused_by_row_and_turn(variant, bad, passthrough, 
 
 
 @BOTH
-def test_a_wrong_number_of_formatters_names_the_setting_that_would_fit(
-    variant, make_trainer, tmp_path
-):
+def test_a_wrong_number_of_formatters_names_the_setting_that_would_fit(variant, make_trainer, tmp_path):
     with pytest.raises(ValueError, match=r"3 formatters.*num_agents=2"):
         make_trainer(variant, tmp_path, formatters=[str] * 3)
     for bad in ([], [str], [str, 1], "ab", 3):
@@ -551,9 +539,7 @@ def chatty(tokenizer):
 
 
 @pytest.mark.parametrize("chat_template", [False, True])
-def test_a_chat_is_rendered_by_the_template_wherever_it_comes_from(
-    variant, chat_template, chatty, play
-):
+def test_a_chat_is_rendered_by_the_template_wherever_it_comes_from(variant, chat_template, chatty, play):
     seen = []
 
     def reward_func(a, b, prompts):
@@ -626,9 +612,7 @@ def test_with_chat_template_a_text_is_one_user_message(variant, passthrough, cha
 
 
 @BOTH
-def test_chat_template_kwargs_go_to_every_rendering_of_every_agents_own_template(
-    variant, chatty, play
-):
+def test_chat_template_kwargs_go_to_every_rendering_of_every_agents_own_template(variant, chatty, play):
     other = copy.deepcopy(chatty)
     other.chat_template = "{{ mood }}:{{ messages[-1]['content'] }}"
     given = {"tokenizer": [chatty, other], "external_transition": again}

@@ -6,6 +6,7 @@ import random
 import numpy
 import pytest
 import torch
+
 from conftest import answer, flat, watch
 
 approx = pytest.approx
@@ -71,9 +72,7 @@ BATCHES = {
 
 @some
 @pytest.mark.parametrize("case", BATCHES)
-def test_items_are_answered_together_up_to_the_next_update(
-    variant, case, make_trainer, rig, tmp_path
-):
+def test_items_are_answered_together_up_to_the_next_update(variant, case, make_trainer, rig, tmp_path):
     """And never beyond the end of the epoch, where the leftovers are trained on."""
     args, expected = BATCHES[case]
     trainer = make_trainer(variant, tmp_path, args)
@@ -83,21 +82,14 @@ def test_items_are_answered_together_up_to_the_next_update(
     assert per_update(seen) == expected and seen[-1] == "update"
     epochs, turns = args.get("num_train_epochs", 1), args.get("num_turns", 1)
     places = [(s.row, s.turn_idx, s.generation_idx) for s in trainer.samples if s.agent_idx == 0]
-    once = [
-        (row, t, g)
-        for row in range(10)
-        for t in range(turns)
-        for g in range(args.get("num_generations", 1))
-    ]
+    once = [(row, t, g) for row in range(10) for t in range(turns) for g in range(args.get("num_generations", 1))]
     assert places == once * epochs  # every row, in the order of the dataset
     assert trainer.counts.updates == len(expected)
     assert trainer.counts.env_step == len(places) and not trainer.buffer
 
 
 @some
-def test_what_is_missing_when_episodes_end_early_is_collected_next(
-    variant, make_trainer, rig, tmp_path
-):
+def test_what_is_missing_when_episodes_end_early_is_collected_next(variant, make_trainer, rig, tmp_path):
     """Even rows end after one turn: four items leave two of eight answers to the next batch."""
     reward = lambda a, b, batch_items: float(batch_items[0]["n"] % 2 == 0)  # noqa: E731
     args = {"num_turns": 2, "early_termination_threshold": 0.5, "rollout_buffer_size": 8}
@@ -129,9 +121,7 @@ def test_every_row_is_trained_on(variant, rows, buffer, updates, make_trainer, r
 
 
 @some
-@pytest.mark.parametrize(
-    ("threshold", "turns"), [(0.49, 1), (0.5, 3), (None, 3), (-1.0, 1), (9.0, 3)]
-)
+@pytest.mark.parametrize(("threshold", "turns"), [(0.49, 1), (0.5, 3), (None, 3), (-1.0, 1), (9.0, 3)])
 def test_an_episode_ends_when_the_mean_reward_exceeds_the_threshold(
     variant, threshold, turns, make_trainer, rig, tmp_path
 ):
@@ -144,9 +134,7 @@ def test_an_episode_ends_when_the_mean_reward_exceeds_the_threshold(
     trainer.train()
     for row in (0, 1):
         own = [s for s in trainer.samples if s.row == row]
-        assert [(s.turn_idx, s.agent_idx) for s in own] == [
-            (t, i) for t in range(turns) for i in (0, 1)
-        ]
+        assert [(s.turn_idx, s.agent_idx) for s in own] == [(t, i) for t in range(turns) for i in (0, 1)]
         assert [s.reward for s in own] == [0.25, 0.75] * turns
 
 
@@ -186,9 +174,7 @@ FORMS = {  # two agents, three joint answers
 
 @some
 @pytest.mark.parametrize(("raw", "expected"), FORMS.values(), ids=FORMS)
-def test_rewards_reach_their_agent_and_their_answer(
-    variant, raw, expected, make_trainer, rig, tmp_path
-):
+def test_rewards_reach_their_agent_and_their_answer(variant, raw, expected, make_trainer, rig, tmp_path):
     args, given = {"num_generations": 3}, {"train_dataset": ROWS[:3]}
     trainer = make_trainer(variant, tmp_path, args, reward_func=lambda a, b: raw, **given)
     rig(trainer, answer)
@@ -242,9 +228,7 @@ def test_any_number_of_agents(variant, num_agents, make_trainer, rig, tmp_path):
 
 def answers(trainer):
     trainer.train()
-    return [
-        (s.row, s.agent_idx, s.generation_idx, tuple(s.completion_ids)) for s in trainer.samples
-    ]
+    return [(s.row, s.agent_idx, s.generation_idx, tuple(s.completion_ids)) for s in trainer.samples]
 
 
 @some
@@ -334,9 +318,7 @@ def test_a_callback_that_returns_no_numbers_is_named_and_nothing_trained(
 
 
 @some
-def test_a_bad_reward_is_named_by_row_and_turn_before_a_step_on_its_batch(
-    variant, make_trainer, rig, tmp_path
-):
+def test_a_bad_reward_is_named_by_row_and_turn_before_a_step_on_its_batch(variant, make_trainer, rig, tmp_path):
     """Rows 0 to 3 are trained on; row 6 of the next four spoils that batch and no other."""
     reward = lambda a, b, batch_items: None if batch_items[0]["n"] == 6 else 0.5 + len(a[0])  # noqa: E731
     trainer = make_trainer(variant, tmp_path, reward_func=reward)

@@ -24,11 +24,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import run, run_together
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import iac
 import maac
+from commands import run, run_together
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "tests" / "tiny_lm")
@@ -331,9 +331,7 @@ def at_step(trainer, number, action, optimizer=0):
         ("checkpoint", "iac-v", signal.SIGTERM),
     ],
 )
-def test_the_first_signal_stops_the_run_after_the_update(
-    moment, variant, number, whole, tmp_path, monkeypatch, capsys
-):
+def test_the_first_signal_stops_the_run_after_the_update(moment, variant, number, whole, tmp_path, monkeypatch, capsys):
     folder, handlers = tmp_path / "run", [signal.getsignal(s) for s in STOPS]
     trouble = ("reward_func", moment, 5, press(number))
     interval = {"checkpoint_interval": int(moment == "checkpoint")}
@@ -365,9 +363,7 @@ def test_the_first_signal_stops_the_run_after_the_update(
         ("checkpoint", "maac-q", signal.SIGTERM),
     ],
 )
-def test_the_second_signal_stops_the_run_at_once(
-    moment, variant, number, whole, tmp_path, monkeypatch
-):
+def test_the_second_signal_stops_the_run_at_once(moment, variant, number, whole, tmp_path, monkeypatch):
     """Where weights are only read their checkpoint is left, else the one before."""
     folder, reached = tmp_path / "run", []
 
@@ -411,9 +407,7 @@ def fail():
 
 @pytest.mark.parametrize("phase", ["training", "evaluation"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_an_error_in_a_users_function_leaves_a_checkpoint_of_the_last_update(
-    function, phase, whole, tmp_path, capsys
-):
+def test_an_error_in_a_users_function_leaves_a_checkpoint_of_the_last_update(function, phase, whole, tmp_path, capsys):
     """Nothing else does here; once it is mended, the run ends as if nothing had happened."""
     variant = VARIANTS[(FUNCTIONS.index(function) + len(phase)) % 3]
     folder, number = (
@@ -486,9 +480,7 @@ def test_a_bad_row_costs_nothing_that_came_before(variant, tmp_path):
     ("variant", "agent", "interval"),
     [("iac-v", 1, 2), ("iac-q-shared", 0, 1), ("maac-q", 1, 1), ("maac-q", 0, 0)],
 )
-def test_an_error_within_an_update_leaves_the_checkpoint_before(
-    variant, agent, interval, whole, tmp_path
-):
+def test_an_error_within_an_update_leaves_the_checkpoint_before(variant, agent, interval, whole, tmp_path):
     """Half an update is nothing to go on from; the same trainer goes on as well as a new one."""
     folder, kept = tmp_path / "run", []
     trainer = build(variant, folder, {"checkpoint_interval": interval})
@@ -675,13 +667,8 @@ def test_rows_with_a_torn_or_missing_end_are_gone_on_with(variant, damage, whole
         damage(folder / name)
     train(build(variant), folder)
     for name in ("metrics.jsonl", "completions.jsonl"):
-        steps = [
-            (row["env_step"], row.get("row"), row.get("turn"), row.get("agent"))
-            for row in rows(folder, name)
-        ]
-        assert len(set(steps)) == len(steps) > 0 and [s[0] for s in steps] == sorted(
-            s[0] for s in steps
-        )
+        steps = [(row["env_step"], row.get("row"), row.get("turn"), row.get("agent")) for row in rows(folder, name)]
+        assert len(set(steps)) == len(steps) > 0 and [s[0] for s in steps] == sorted(s[0] for s in steps)
     assert without_time(folder)[-1] == without_time(whole(variant))[-1]
     assert same(state(folder)["weights"], state(whole(variant))["weights"])
 
@@ -721,10 +708,7 @@ print(trainer.output_dir)
 
 
 def test_runs_that_start_at_the_same_moment_have_folders_of_their_own(whole, tmp_path):
-    codes = [
-        RUN.format(tests=str(ROOT / "tests"), root=str(ROOT), variant=v)
-        for v in ["iac-v"] * 3 + ["maac-q"]
-    ]
+    codes = [RUN.format(tests=str(ROOT / "tests"), root=str(ROOT), variant=v) for v in ["iac-v"] * 3 + ["maac-q"]]
     ended = run_together(*[("-c", code) for code in codes], cwd=tmp_path)
     assert [process.returncode for process in ended] == [0] * 4, ended[0].stderr
     folders = [tmp_path / process.stdout.splitlines()[-1] for process in ended]
@@ -735,9 +719,7 @@ def test_runs_that_start_at_the_same_moment_have_folders_of_their_own(whole, tmp
 
 
 @pytest.mark.parametrize("variant", ["iac-v", "maac-q"])
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
-    variant, whole, tmp_path, monkeypatch
-):
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(variant, whole, tmp_path, monkeypatch):
     folder, save, saves = tmp_path / "run", torch.save, []
 
     def save_on_a_full_disk(value, path):

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import ENV, run_alone
-from conftest import BEGIN, END, VARIANTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -24,6 +22,8 @@ from transformers import (
 import common
 import iac
 import maac
+from commands import ENV, run_alone
+from conftest import BEGIN, END, VARIANTS
 
 approx = pytest.approx
 SHORT, LONG = [5, 6, 7], [20, 21, 22, 23, 24, 25, 26, 27, 28]  # prompts of 3 and of 9 tokens
@@ -212,9 +212,7 @@ def test_scores_are_divided_by_the_temperature(model, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2])
-def test_the_loss_is_of_the_distribution_that_was_sampled_from(
-    variant, temperature, make_trainer, tmp_path
-):
+def test_the_loss_is_of_the_distribution_that_was_sampled_from(variant, temperature, make_trainer, tmp_path):
     args = {"temperature": temperature, "advantage_normalization": False}
     trainer = make_trainer(variant, tmp_path, args)
     trainer.train_dataset = trainer.train_dataset[:4]
@@ -293,9 +291,7 @@ def test_no_filter_by_default_and_those_asked_for(model):
 
 
 @FILES
-def test_a_run_samples_from_all_tokens_unless_told_otherwise(
-    variant, gpt2, tokenizer, make_trainer, tmp_path
-):
+def test_a_run_samples_from_all_tokens_unless_told_otherwise(variant, gpt2, tokenizer, make_trainer, tmp_path):
     """Whatever the checkpoint's generation config would have."""
     gpt2.lm_head.weight.data *= 1e-4
     suppressed = {"suppress_tokens": list(range(2, 100))}
@@ -333,9 +329,7 @@ def test_generating_leaves_no_trace(eight, monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_checkpoints_generation_config_is_saved_as_it_came(
-    gpt2, tokenizer, make_trainer, tmp_path
-):
+def test_the_checkpoints_generation_config_is_saved_as_it_came(gpt2, tokenizer, make_trainer, tmp_path):
     shipped = {"top_k": 7, "repetition_penalty": 1.3, "eos_token_id": [1, 9]}
     gpt2.generation_config.update(do_sample=True, **shipped)
     source = str(tmp_path / "shipped")
@@ -365,9 +359,7 @@ def test_every_stop_id_ends_an_answer(eight):
     assert len(passes) == 1  # no pass once all have ended
 
 
-@pytest.mark.parametrize(
-    ("given", "stops"), [([5, 7], {1, 5, 7}), (9, {1, 9}), (None, {1}), (1, {1})]
-)
+@pytest.mark.parametrize(("given", "stops"), [([5, 7], {1, 5, 7}), (9, {1, 9}), (None, {1}), (1, {1})])
 def test_stop_ids_are_the_generation_configs_and_the_tokenizers_own(gpt2, tokenizer, given, stops):
     gpt2.generation_config.eos_token_id = given
     assert common.stop_ids(gpt2, tokenizer) == stops
@@ -458,9 +450,7 @@ def bare():
 
 
 @pytest.mark.parametrize("kind", ["T", "T by template", "T by a template that begins", "bare"])
-def test_there_is_one_begin_token_or_none(
-    variant, kind, tokenizer, bare, llama, make_trainer, tmp_path
-):
+def test_there_is_one_begin_token_or_none(variant, kind, tokenizer, bare, llama, make_trainer, tmp_path):
     """In what agents, references and critics read: T's are put before every text, bare has none."""
     tok = copy.deepcopy(bare if kind == "bare" else tokenizer)
     begin = "<begin>" if "begins" in kind else ""
@@ -477,9 +467,7 @@ def test_there_is_one_begin_token_or_none(
     trainer, seen = make_trainer(variant, tmp_path, args, **given), []
     bodies = [critic.backbone for critic in trainer.critics]
     for model in [*trainer.agents, *trainer.references, *bodies]:
-        model.get_input_embeddings().register_forward_pre_hook(
-            lambda _, ids: seen.append(ids[0][0].tolist())
-        )
+        model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: seen.append(ids[0][0].tolist()))
     trainer.train()
     first = tok("a").input_ids[:-1]
     assert first == ([] if kind == "bare" else [BEGIN]) and len(seen) > 6
@@ -517,9 +505,7 @@ def test_what_stands_before_every_text_stands_there_once(tokenizer):
 
 
 @FILES
-def test_ids_without_an_embedding_are_refused_by_row_when_they_come(
-    variant, tokenizer, make_trainer, tmp_path
-):
+def test_ids_without_an_embedding_are_refused_by_row_when_they_come(variant, tokenizer, make_trainer, tmp_path):
     """A token that was added to the tokenizer only does no harm until a text holds it."""
     tok = copy.deepcopy(tokenizer)
     tok.add_tokens(["<new>"])
@@ -535,9 +521,7 @@ def test_ids_without_an_embedding_are_refused_by_row_when_they_come(
 
 
 @pytest.mark.parametrize(("tokens", "company"), [(56, 0), (57, 0), (57, 1), (64, 0), (70, 1)])
-def test_of_a_prompt_that_is_too_long_the_end_is_kept(
-    variant, tokens, company, tokenizer, make_trainer, tmp_path
-):
+def test_of_a_prompt_that_is_too_long_the_end_is_kept(variant, tokens, company, tokenizer, make_trainer, tmp_path):
     """64 positions, 8 new tokens: 56 fit. Others keep a begin token and the end; it is counted."""
     text = "~" * (tokens - 4) + "|||"
     assert len(tokenizer(text).input_ids) == tokens
@@ -571,9 +555,7 @@ def test_without_a_begin_token_the_end_is_all_that_is_kept(bare, tokenizer):
 
 
 @FILES
-def test_more_new_tokens_than_positions_are_refused_at_construction(
-    variant, make_trainer, tmp_path
-):
+def test_more_new_tokens_than_positions_are_refused_at_construction(variant, make_trainer, tmp_path):
     for count in (64, 65):
         with pytest.raises(ValueError, match=f"max_new_tokens={count}"):
             make_trainer(variant, tmp_path, {"max_new_tokens": count}, model="G")

@@ -54,18 +54,12 @@ def test_structure(tldr, lengths, points):
     ],
 )
 def test_length_ratio(tldr, ratio, points):
-    assert tldr.length_points(ratio) == (
-        points if points is None else pytest.approx(points, abs=1e-9)
-    )
+    assert tldr.length_points(ratio) == (points if points is None else pytest.approx(points, abs=1e-9))
 
 
-@pytest.mark.parametrize(
-    ("ratio", "points"), [(1.29, None), (1.3, 0), (1.65, 0.25), (1.99, 0.493), (2, 0.5), (9, 0.5)]
-)
+@pytest.mark.parametrize(("ratio", "points"), [(1.29, None), (1.3, 0), (1.65, 0.25), (1.99, 0.493), (2, 0.5), (9, 0.5)])
 def test_vocabulary(tldr, ratio, points):
-    assert tldr.vocabulary_points(ratio) == (
-        points if points is None else pytest.approx(points, abs=1e-3)
-    )
+    assert tldr.vocabulary_points(ratio) == (points if points is None else pytest.approx(points, abs=1e-3))
 
 
 @pytest.mark.parametrize(
@@ -140,18 +134,14 @@ def test_levels_stop_where_one_is_missed(tldr, concise, detailed, levels):
 
 def test_the_most_there_is(tldr):
     concise = "my neighbour plays drums all night without end"  # 8 words, 46 characters
-    detailed = "neighbour " + " ".join(
-        kind.split("|")[0] for kind in tldr.TRANSITIONS.values()
-    )  # all twelve kinds
+    detailed = "neighbour " + " ".join(kind.split("|")[0] for kind in tldr.TRANSITIONS.values())  # all twelve kinds
     assert tldr.levels(concise, detailed) == pytest.approx([0.5, 1, 0.5, 0.4 * 0.95 + 0.6])
 
 
 def test_posts_and_metrics(tldr):
     posts = [row["prompt"] for row in tldr.train_dataset + tldr.eval_dataset]
     assert len(tldr.train_dataset) == 32 and len(tldr.eval_dataset) == 48 and len(set(posts)) == 48
-    assert not {row["prompt"] for row in tldr.train_dataset} & {
-        row["prompt"] for row in tldr.eval_dataset
-    }
+    assert not {row["prompt"] for row in tldr.train_dataset} & {row["prompt"] for row in tldr.eval_dataset}
     assert all(40 <= len(post.split()) <= 90 for post in posts)
     assert len({formatter(tldr.train_dataset[0]) for formatter in tldr.formatters}) == 2
     answers = [EIGHT, "x", f"{EIGHT} because then zeta omega {EIGHT}", EIGHT]
@@ -188,9 +178,7 @@ def test_windfall(private):
     assert statistics.fmean(values.values()) == pytest.approx(0)
     assert statistics.pstdev(values.values()) == pytest.approx(private.WINDFALL)
     # the mean squared difference of two digits is 16.5; a pair of equal numbers is that far below it
-    assert values[3, 3] == pytest.approx(-16.5 * private.SCALE) and values[0, 9] == pytest.approx(
-        64.5 * private.SCALE
-    )
+    assert values[3, 3] == pytest.approx(-16.5 * private.SCALE) and values[0, 9] == pytest.approx(64.5 * private.SCALE)
     guesses = [statistics.fmean(values[own, other] for other in range(10)) for own in range(10)]
     assert statistics.pvariance(guesses) / private.WINDFALL**2 == pytest.approx(0.14, abs=0.005)
 
@@ -205,10 +193,5 @@ def test_private_reward_and_metrics(private):
     item = {"numbers": [3, 3]}
     rewards = private.reward_func(["3", "1"], ["3", "4"], batch_items=[item])
     assert rewards == pytest.approx([1 - 16.5 * private.SCALE, 0.7 - 16.5 * private.SCALE])
-    samples = [
-        SimpleNamespace(item=item, reward=r, advantage=a)
-        for r, a in zip(rewards, (2, -1), strict=True)
-    ]
-    assert private.metrics_callback(samples) == pytest.approx(
-        {"earned": 0.85, "advantage_square": 2.5}
-    )
+    samples = [SimpleNamespace(item=item, reward=r, advantage=a) for r, a in zip(rewards, (2, -1), strict=True)]
+    assert private.metrics_callback(samples) == pytest.approx({"earned": 0.85, "advantage_square": 2.5})

@@ -12,6 +12,8 @@ import statistics
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from conftest import (
     VARIANTS,
     answer,
@@ -23,7 +25,6 @@ from conftest import (
     stir,
     watch,
 )
-from transformers import AutoModelForCausalLM
 
 EVERYTHING = 99  # a buffer that only the end of the epoch empties
 approx = pytest.approx
@@ -33,8 +34,7 @@ some = pytest.mark.parametrize("variant", ["iac-v-separate", "iac-q-shared", "ma
 def reward_each(*completions):
     """A number for each agent and each joint answer."""
     return [
-        [sum(map(ord, text)) % (7 + 4 * i) / (7 + 4 * i) - i / 2 for text in own]
-        for i, own in enumerate(completions)
+        [sum(map(ord, text)) % (7 + 4 * i) / (7 + 4 * i) - i / 2 for text in own] for i, own in enumerate(completions)
     ]
 
 
@@ -138,9 +138,7 @@ CRITICS = [*VARIANTS, "iac-q-one"]  # the last: one critic in memory, for both a
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("variant", CRITICS)
-def test_gradients_equal_those_of_one_sample_at_a_time(
-    variant, case, make_trainer, rig, folders, tmp_path
-):
+def test_gradients_equal_those_of_one_sample_at_a_time(variant, case, make_trainer, rig, folders, tmp_path):
     """Weights move from step to step; C_old, targets and advantages do not."""
     model = "G" if variant[0] == "i" and case == "two turns" else "L"
     args = {
@@ -214,9 +212,7 @@ def gradients(make_trainer, rig, variant, home, args):
 def test_micro_batches_do_not_change_the_gradient(variant, make_trainer, rig, tmp_path):
     args = {"rollout_buffer_size": EVERYTHING, "max_grad_norm": None}
     whole, *pieces = (
-        gradients(
-            make_trainer, rig, variant, tmp_path / str(size), args | {"micro_batch_size": size}
-        )
+        gradients(make_trainer, rig, variant, tmp_path / str(size), args | {"micro_batch_size": size})
         for size in (None, 1, 3)
     )
     for other in pieces:
@@ -226,8 +222,7 @@ def test_micro_batches_do_not_change_the_gradient(variant, make_trainer, rig, tm
 
 def test_gradients_are_clipped_per_model(variant, make_trainer, rig, tmp_path):
     free, clipped, loose = (
-        gradients(make_trainer, rig, variant, tmp_path / str(x), {"max_grad_norm": x})
-        for x in (None, 0.1, 1e6)
+        gradients(make_trainer, rig, variant, tmp_path / str(x), {"max_grad_norm": x}) for x in (None, 0.1, 1e6)
     )
     for a, b, c in zip(free, clipped, loose, strict=True):
         assert a.norm() > 0.1 and torch.equal(a, c)
@@ -236,9 +231,7 @@ def test_gradients_are_clipped_per_model(variant, make_trainer, rig, tmp_path):
 
 @some
 @pytest.mark.parametrize("broken", ["agent", "critic"])
-def test_a_gradient_that_is_not_finite_is_named_and_no_step_taken(
-    variant, broken, make_trainer, rig, tmp_path
-):
+def test_a_gradient_that_is_not_finite_is_named_and_no_step_taken(variant, broken, make_trainer, rig, tmp_path):
     trainer = make_trainer(variant, tmp_path)
     rig(trainer, answer)
     model = trainer.agents[0] if broken == "agent" else trainer.critics[0].value_head[-1]
@@ -352,10 +345,7 @@ def test_order_of_the_steps(variant, make_trainer, rig, tmp_path):
     assert [len(batch) for batch in mini_batches] == [4, 4, 2] * 8
     kinds = [{(s.agent_idx, s.turn_idx) for s in batch} for batch in mini_batches]
     assert kinds == [{(i, turn)} for i in (0, 1) for turn in (0, 1) for _ in range(3)] * 2
-    orders = [
-        tuple(s.row for batch in mini_batches[start : start + 3] for s in batch)
-        for start in range(0, 24, 3)
-    ]
+    orders = [tuple(s.row for batch in mini_batches[start : start + 3] for s in batch) for start in range(0, 24, 3)]
     assert all(sorted(order) == list(range(10)) != list(order) for order in orders)
     assert len(set(orders)) == 8  # every group is shuffled anew
 
@@ -371,9 +361,7 @@ OPTIONS = {
     ("variant", "option"),
     [*itertools.product(VARIANTS, ["two turns"]), *itertools.product(VARIANTS[1::3], OPTIONS)],
 )
-def test_items_batched_are_trained_on_like_items_one_by_one(
-    variant, option, make_trainer, rig, tmp_path
-):
+def test_items_batched_are_trained_on_like_items_one_by_one(variant, option, make_trainer, rig, tmp_path):
     """Prompts of several lengths: padding changes no score, no value, no metric and no step."""
 
     def run(rollout_batch_size):
@@ -392,10 +380,7 @@ def test_items_batched_are_trained_on_like_items_one_by_one(
         events = watch(trainer)
         trainer.train()
         lines = (home / "run" / "metrics.jsonl").read_text().splitlines()
-        rows = [
-            {name: x for name, x in json.loads(line).items() if "time/" not in name}
-            for line in lines
-        ]
+        rows = [{name: x for name, x in json.loads(line).items() if "time/" not in name} for line in lines]
         return trainer, events, rows
 
     (one, one_events, one_rows), (many, many_events, many_rows) = run(1), run(None)
@@ -413,10 +398,7 @@ def test_items_batched_are_trained_on_like_items_one_by_one(
     assert len(steps[0]) >= 16 and steps[0] == steps[1]
     for a, b in zip(one_rows, many_rows, strict=True):
         assert a == approx(b, abs=1e-4, rel=1e-4)
-    widest = [
-        max(len(e[3]) for e in events if e[0] == "pass" and not e[2])
-        for events in (one_events, many_events)
-    ]
+    widest = [max(len(e[3]) for e in events if e[0] == "pass" and not e[2]) for events in (one_events, many_events)]
     assert widest[1] > widest[0]  # the one was batched, the other not
 
 
@@ -440,17 +422,13 @@ def test_identical_critic_inputs_are_read_once(variant, make_trainer, rig, tmp_p
 
 
 @some
-@pytest.mark.parametrize(
-    ("enabled", "coef", "count"), [(False, 0.1, 0), (True, 0.0, 0), (True, 0.1, 2)]
-)
+@pytest.mark.parametrize(("enabled", "coef", "count"), [(False, 0.1, 0), (True, 0.0, 0), (True, 0.1, 2)])
 def test_reference_models_exist_only_if_they_count(
     variant, enabled, coef, count, make_trainer, tokenizer, llama, folders, tmp_path, monkeypatch
 ):
     """They are frozen copies of the agents as they came: named ones are loaded, others copied."""
     loaded, load = [], AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loaded.append(a) or load(*a, **k)
-    )
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loaded.append(a) or load(*a, **k))
     args = {"reference_kl_enabled": enabled, "reference_kl_coef": coef}
     given = {"agents": [llama, folders["L"]], "tokenizer": tokenizer, "train_dataset": []}
     trainer = make_trainer(variant, tmp_path, args, **given)

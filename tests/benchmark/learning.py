@@ -163,9 +163,7 @@ STUDIES = {
         "lesson": "Each round pays for itself, so looking ahead gains nothing; the run that fell back had discount 1.",
         "seeds": [1, 2, 3],
         "flags": SHORT | {"num_turns": 2} | HALF,
-        "variants": crossed(
-            IAC, {"discount 1": {}} | {f"discount {x}": {"discount": x} for x in (0.0, 0.5)}
-        ),
+        "variants": crossed(IAC, {"discount 1": {}} | {f"discount {x}": {"discount": x} for x in (0.0, 0.5)}),
         "panels": [panel(f"turn_{t}/reward_mean") for t in (1, 2)],
         "reach": 0.9,
     },
@@ -177,10 +175,7 @@ STUDIES = {
         "variants": crossed(
             IAC,
             {"no penalty": {}}
-            | {
-                f"coefficient {x}": {"reference_kl_enabled": True, "reference_kl_coef": x}
-                for x in (0.01, 0.1, 0.3)
-            },
+            | {f"coefficient {x}": {"reference_kl_enabled": True, "reference_kl_coef": x} for x in (0.01, 0.1, 0.3)},
         ),
         "panels": [panel("reward"), panel("agent_0/reference_kl", "coefficient")],
         "reach": 0.9,
@@ -202,9 +197,7 @@ STUDIES = {
         "lesson": "More and noisier updates win at equal answers, though each teaches less.",
         "seeds": [1, 2, 3],
         "flags": SHORT,
-        "variants": crossed(
-            IAC, {"buffer 64": {}} | {f"buffer {x}": {"rollout_buffer_size": x} for x in (16, 256)}
-        ),
+        "variants": crossed(IAC, {"buffer 64": {}} | {f"buffer {x}": {"rollout_buffer_size": x} for x in (16, 256)}),
         "panels": [panel("reward")],
         "reach": 0.9,
     },
@@ -257,17 +250,13 @@ def run_variant(variant, seed, folder, peer_python):
         return read_peer(f"{folder}.jsonl")
     line = command_line(variant, seed, folder)
     if not (folder / "model").exists() and not (folder / "finished").exists():
-        checkpoints = [
-            folder / name for name in ("checkpoint", "checkpoint.old") if (folder / name).exists()
-        ]
+        checkpoints = [folder / name for name in ("checkpoint", "checkpoint.old") if (folder / name).exists()]
         if checkpoints:
             line += ["--resume", str(folder)]
         elif folder.exists():
             shutil.rmtree(folder)  # a run that was interrupted before its first checkpoint
         with open(folder.parent / f"{folder.name}.log", "a") as log:
-            subprocess.run(
-                line, cwd=ROOT, env=environment, check=True, stdout=log, stderr=subprocess.STDOUT
-            )
+            subprocess.run(line, cwd=ROOT, env=environment, check=True, stdout=log, stderr=subprocess.STDOUT)
         (folder / "finished").touch()
     return read_run(folder)
 
@@ -281,10 +270,7 @@ def average(rows):
 def tidy(rows):
     kept = [{name: x for name, x in row.items() if not name.endswith(DROPPED)} for row in rows]
     kept = [{name: x for name, x in row.items() if not name.startswith("time/")} for row in kept]
-    return [
-        {name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in row.items()}
-        for row in kept
-    ]
+    return [{name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in row.items()} for row in kept]
 
 
 def read_run(folder):
@@ -301,11 +287,7 @@ def read_run(folder):
         if any(name.startswith("eval/") for name in row):
             wanted = {name[5:]: x for name, x in row.items() if name.startswith("eval/")}
             last = max(a["turn"] for a in answers)
-            scores = [
-                a["reward"]
-                for a in answers
-                if a["env_step"] == row["env_step"] and a["turn"] == last
-            ]
+            scores = [a["reward"] for a in answers if a["env_step"] == row["env_step"] and a["turn"] == last]
             spread = {
                 "samples": len(scores) / len({a["agent"] for a in answers}),
                 "deviation": statistics.pstdev(scores),
@@ -344,9 +326,7 @@ def peer_run(variant, file):
     from datasets import Dataset
     from transformers import AutoTokenizer
 
-    sys.modules.setdefault(
-        "tyro", types.ModuleType("tyro")
-    )  # of iac.py only the task is wanted here
+    sys.modules.setdefault("tyro", types.ModuleType("tyro"))  # of iac.py only the task is wanted here
     import iac
 
     random.seed(variant["seed"])
@@ -383,9 +363,7 @@ def peer_run(variant, file):
         "eval_interval": 0,
     }
     flags["top_k"] = 0  # None would be the default of transformers, 50
-    config, trainer = (
-        (IACConfig, IACTrainer) if variant["file"] == "iac" else (MAACConfig, MAACTrainer)
-    )
+    config, trainer = (IACConfig, IACTrainer) if variant["file"] == "iac" else (MAACConfig, MAACTrainer)
     Path(file).unlink(missing_ok=True)
     trainer(
         agent_model=iac.TINY_LM,
@@ -412,11 +390,7 @@ def value(row, metric):
         return statistics.fmean(values) if values else None
     if metric == "advantage variance":
         means = [x for name, x in row.items() if name.endswith("/advantage_mean")]
-        return (
-            row["advantage_square"] - statistics.fmean(means) ** 2
-            if "advantage_square" in row and means
-            else None
-        )
+        return row["advantage_square"] - statistics.fmean(means) ** 2 if "advantage_square" in row and means else None
     return row.get(metric)
 
 
@@ -447,30 +421,20 @@ def draw(name, study, results, folder):
     panels = study["panels"]
     columns = min(3 if len(panels) % 3 == 0 else 4, len(panels))
     lines = math.ceil(len(panels) / columns)
-    figure, axes = pyplot.subplots(
-        lines, columns, figsize=(4.2 * columns, 3.1 * lines), squeeze=False
-    )
+    figure, axes = pyplot.subplots(lines, columns, figsize=(4.2 * columns, 3.1 * lines), squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.remove()
     for axis, spec in zip(axes.flat, panels, strict=False):
         for label, entry in results["variants"].items():
             wanted = all(word in f" {label} " for word in spec["words"])
-            curves = (
-                [curve(run, spec["metric"], spec["x"]) for run in entry["runs"].values()]
-                if wanted
-                else []
-            )
+            curves = [curve(run, spec["metric"], spec["x"]) for run in entry["runs"].values()] if wanted else []
             if not all(curves) or not curves:
                 continue
-            points = [
-                zip(*column, strict=True) for column in zip(*curves, strict=False)
-            ]  # of all runs at one place
+            points = [zip(*column, strict=True) for column in zip(*curves, strict=False)]  # of all runs at one place
             points = [(statistics.fmean(x), *mean_and_spread(y)) for x, y in points]
             x, mean, spread = zip(*points, strict=True)
             axis.plot(x, mean, label=label, linewidth=1.5)
-            low, high = (
-                [m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1)
-            )
+            low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
             axis.fill_between(x, low, high, alpha=0.2, linewidth=0)
         axis.set_title(spec["title"].replace("  ", " "), fontsize=10)
         axis.set_xlabel("joint answers" if spec["x"] == "env_step" else spec["x"], fontsize=8)
@@ -498,11 +462,7 @@ def reached(run, metric, goal):
 
 def runs_of(results):
     """{variant: its runs}, of those variants that have some."""
-    return {
-        label: list(entry["runs"].values())
-        for label, entry in results["variants"].items()
-        if entry["runs"]
-    }
+    return {label: list(entry["runs"].values()) for label, entry in results["variants"].items() if entry["runs"]}
 
 
 def table(name, study, results):
@@ -511,11 +471,7 @@ def table(name, study, results):
     metric = study["panels"][0]["metric"]
     goal = study.get("reach")
     if isinstance(goal, str):
-        goal = (
-            statistics.fmean(ends(run, metric)[1] for run in variants[goal])
-            if goal in variants
-            else None
-        )
+        goal = statistics.fmean(ends(run, metric)[1] for run in variants[goal]) if goal in variants else None
     page = [f"# {study['title']}", "", f"![curves]({name}.png)", ""]
     page += [
         f"Mean ± standard deviation over the runs; last: the mean of the last three points. Metric: {metric}.",
@@ -539,11 +495,7 @@ def table(name, study, results):
         if goal:
             steps = [reached(run, metric, goal) for run in runs]
             found = [x for x in steps if x is not None]
-            missed = (
-                f", {len(steps) - len(found)} of {len(steps)} never"
-                if len(found) < len(steps)
-                else ""
-            )
+            missed = f", {len(steps) - len(found)} of {len(steps)} never" if len(found) < len(steps) else ""
             cells.append((shown(found, 0) if found else "-") + missed)
         explained = [y[-1][1] for run in runs if (y := curve(run, "explained variance"))]
         cells.append(shown(explained, 2) if explained else "-")
@@ -554,14 +506,9 @@ def table(name, study, results):
         page += answers(variants)
     page += ["", "## How it was made", ""]
     made = {
-        tuple(run[k] for k in ("command", "commit", "date", "machine"))
-        for runs in variants.values()
-        for run in runs
+        tuple(run[k] for k in ("command", "commit", "date", "machine")) for runs in variants.values() for run in runs
     }
-    page += [
-        f"- `{command}`, commit {commit}, {date}, {machine}"
-        for command, commit, date, machine in sorted(made)
-    ]
+    page += [f"- `{command}`, commit {commit}, {date}, {machine}" for command, commit, date, machine in sorted(made)]
     page += [
         "",
         f"Settings: `{json.dumps(study['flags'])}` and what the demo has otherwise; each variant besides:",
@@ -569,9 +516,7 @@ def table(name, study, results):
     ]
     for label in variants:
         flags = results["variants"][label]["flags"]
-        page.append(
-            f"- {label}: `{json.dumps({k: v for k, v in flags.items() if study['flags'].get(k) != v})}`"
-        )
+        page.append(f"- {label}: `{json.dumps({k: v for k, v in flags.items() if study['flags'].get(k) != v})}`")
     return "\n".join(page) + "\n"
 
 
@@ -632,24 +577,17 @@ def readme(folder):
         "| number game | one round | answers to 0.9 | two rounds |",
         "| --- | --- | --- | --- |",
     ]
-    for label in dict.fromkeys(
-        label.removesuffix(" 1 turn").removesuffix(" 2 turns") for label in numbers
-    ):
+    for label in dict.fromkeys(label.removesuffix(" 1 turn").removesuffix(" 2 turns") for label in numbers):
         one, two = (numbers.get(f"{label} {turns}", []) for turns in TURNS)
         if not one or not one[0]["eval"]:
             continue
         steps = [reached(run, "reward", 0.9) for run in one]
         found = [x for x in steps if x is not None]
         cells = [label, shown([ends(run, "reward")[1] for run in one], 3)]
-        cells.append(
-            (f"{statistics.fmean(found):.0f}" if found else "-")
-            + f" ({len(found)} of {len(steps)} runs)"
-        )
+        cells.append((f"{statistics.fmean(found):.0f}" if found else "-") + f" ({len(found)} of {len(steps)} runs)")
         cells.append(shown([ends(run, "reward")[1] for run in two], 3) if two else "-")
         lines.append("| " + " | ".join(cells) + " |")
-    late = [
-        run["eval"][-1] for label, runs in numbers.items() if "2 turns" in label for run in runs
-    ]
+    late = [run["eval"][-1] for label, runs in numbers.items() if "2 turns" in label for run in runs]
     low = sorted(value(row, "reward") for row in late if value(row, "reward") < 0.9)
     ends_low = ", ".join(f"{x:.2f}" for x in low)
     lines += [
@@ -657,49 +595,30 @@ def readme(folder):
         f"- Two rounds: {len(low)} of {len(late)} runs fell back and ended at {ends_low}.",
     ]
     sides = []
-    for label in [
-        x
-        for peer in numbers
-        if peer.startswith("comlrl")
-        for x in (peer, peer.removeprefix("comlrl "))
-    ]:
-        last = [
-            statistics.fmean(y for _, y in curve(run, "training reward")[-3:])
-            for run in numbers[label]
-        ]
+    for label in [x for peer in numbers if peer.startswith("comlrl") for x in (peer, peer.removeprefix("comlrl "))]:
+        last = [statistics.fmean(y for _, y in curve(run, "training reward")[-3:]) for run in numbers[label]]
         seconds = statistics.fmean(run["seconds"] for run in numbers[label])
         found = f"{shown(last, 3)} in {seconds:.0f} s ({len(last)} run{'s' * (len(last) > 1)})"
         sides.append(f"{label.removesuffix(' v 1 turn')} {found}")
     if sides:
-        lines.append(
-            f"- Training reward at the end, v, one round, beside other work: {', '.join(sides)}."
-        )
+        lines.append(f"- Training reward at the end, v, one round, beside other work: {', '.join(sides)}.")
     private = load_results(folder, "private_numbers")
     if private:
         explained = {
-            label: shown([curve(x, "explained variance")[-1][1] for x in private[label]], 2)
-            for label in private
+            label: shown([curve(x, "explained variance")[-1][1] for x in private[label]], 2) for label in private
         }
         goal = statistics.fmean(ends(run, "earned")[1] for run in private["IAC"])
         steps = statistics.fmean(reached(run, "earned", goal) for run in private["MAAC"])
-        rewards = {
-            label: shown([ends(run, "earned")[1] for run in private[label]], 3) for label in private
-        }
+        rewards = {label: shown([ends(run, "earned")[1] for run in private[label]], 3) for label in private}
         seen = f"explained variance {explained['MAAC']} with MAAC, {explained['IAC']} with IAC"
         seen += f"; reward {rewards['MAAC']} and {rewards['IAC']}"
         lines.append(f"- Private numbers: {seen}; MAAC reaches IAC's after {steps:.0f} answers.")
     gains = {label: gain(runs[0]) for label, runs in load_results(folder, "tldr").items()}
-    found = [
-        f"{label} {first} to {last}, by {sigma:.1f} errors"
-        for label, (first, last, sigma) in gains.items()
-    ]
+    found = [f"{label} {first} to {last}, by {sigma:.1f} errors" for label, (first, last, sigma) in gains.items()]
     lines.append(f"- Summaries, before and over the last five evaluations: {'; '.join(found)}.")
     for name, study in STUDIES.items():
         if "lesson" in study and (made := load_results(folder, name)):
-            ends_of = {
-                label.removeprefix("IAC "): [ends(run, "reward")[1] for run in made[label]]
-                for label in made
-            }
+            ends_of = {label.removeprefix("IAC "): [ends(run, "reward")[1] for run in made[label]] for label in made}
             found = ", ".join(f"{label} {shown(values, 3)}" for label, values in ends_of.items())
             lines.append(f"- {study['title']} (IAC, number game): {found}. {study['lesson']}")
     return lines
@@ -712,9 +631,7 @@ def run_study(name, study, options):
     """Make the runs that are missing, `--jobs` at a time, and write results/NAME.json after each."""
     path = options.results / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    results = (
-        json.loads(path.read_text()) if path.exists() else {"title": study["title"], "variants": {}}
-    )
+    results = json.loads(path.read_text()) if path.exists() else {"title": study["title"], "variants": {}}
     wanted, writing = [], threading.Lock()
     for label, variant in study["variants"].items():
         if options.only and label not in options.only:
@@ -732,11 +649,7 @@ def run_study(name, study, options):
 
     def make(label, variant, seed):
         key = hashlib.sha256(json.dumps(variant, sort_keys=True).encode()).hexdigest()[:8]
-        folder = (
-            options.runs
-            / f"{'peer-' * ('peer' in variant)}{variant['file']}-{key}"
-            / f"seed_{seed}"
-        )
+        folder = options.runs / f"{'peer-' * ('peer' in variant)}{variant['file']}-{key}" / f"seed_{seed}"
         folder.parent.mkdir(parents=True, exist_ok=True)
         run = run_variant(variant, seed, folder, options.peer_python)
         with writing:
@@ -777,25 +690,15 @@ def origin():
 
 def parse(line=None):
     """The options of a command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="*", metavar="study", help="which; none: list them")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of the study's own")
-    parser.add_argument(
-        "--only", nargs="+", help="names of variants; the others are left as they are"
-    )
+    parser.add_argument("--only", nargs="+", help="names of variants; the others are left as they are")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each with one thread")
     parser.add_argument("--draw", action="store_true", help="make no runs")
-    parser.add_argument(
-        "--readme", action="store_true", help="print the README's lines with results"
-    )
-    parser.add_argument(
-        "--runs", type=Path, default=ROOT / "runs" / "learning", help="folder for the runs"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="folder for JSON, figures and tables"
-    )
+    parser.add_argument("--readme", action="store_true", help="print the README's lines with results")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning", help="folder for the runs")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON, figures and tables")
     parser.add_argument("--peer-python", help="Python of a virtual environment with comlrl==1.4.3")
     parser.add_argument("--peer-run", help=argparse.SUPPRESS)
     parser.add_argument("--peer-file", help=argparse.SUPPRESS)

@@ -98,34 +98,21 @@ def all_cases():
     cases, small = [], Case("", buffer=16, new_tokens=32, updates=4, sides=("ours",))
     for prefix, base in {"tiny": {}, "smollm2": large}.items():
         for algorithm in ("iac", "iac-shared", "maac"):
-            for q, generations, kl in [
-                (q, g, kl) for q in "vq" for g in (1, 4) for kl in (False, True)
-            ]:
+            for q, generations, kl in [(q, g, kl) for q in "vq" for g in (1, 4) for kl in (False, True)]:
                 settings = base | {
                     "algorithm": algorithm,
                     "critic_type": q,
                     "generations": generations,
                     "kl": kl,
                 }
-                cases.append(
-                    Case(f"{prefix}/{algorithm}-{q}-{generations}gen{'-kl' * kl}", **settings)
-                )
+                cases.append(Case(f"{prefix}/{algorithm}-{q}-{generations}gen{'-kl' * kl}", **settings))
     cases += [Case(f"tiny/{a}-v-1gen-10prompts", algorithm=a, prompts=10) for a in ("iac", "maac")]
     for x in (1, 2, 3, 4):
-        cases += [
-            replace(small, name=f"growth/agents-of-{a}/{x}", agents=x, algorithm=a)
-            for a in ("iac", "maac")
-        ]
-        cases.append(
-            replace(small, name=f"growth/turns/{x}", turns=x, buffer=16 * x)
-        )  # the same items per update
+        cases += [replace(small, name=f"growth/agents-of-{a}/{x}", agents=x, algorithm=a) for a in ("iac", "maac")]
+        cases.append(replace(small, name=f"growth/turns/{x}", turns=x, buffer=16 * x))  # the same items per update
         cases.append(replace(small, name=f"growth/buffer/{4 << x}", buffer=4 << x))
         cases.append(replace(small, name=f"growth/new-tokens/{8 << x}", new_tokens=8 << x))
-        cases.append(
-            replace(
-                small, name=f"growth/buffer-with-micro-8/{4 << x}", buffer=4 << x, micro_batch=8
-            )
-        )
+        cases.append(replace(small, name=f"growth/buffer-with-micro-8/{4 << x}", buffer=4 << x, micro_batch=8))
     return cases
 
 
@@ -135,9 +122,7 @@ def formatter(case, agent):
         return lambda item: f"agent {agent + 1} of {case.agents}: {item['prompt']} ="
     tale = "The river rose in the night and by morning the bridge was gone. Nobody in the village knew who had seen it"
     tale += " last, or whether the old mill still stood behind the hill, and so they sent two people out to look. Tell"
-    return lambda item: (
-        f"{item['prompt']}. You are {agent + 1} of {case.agents}. {tale[: -(item['n'] % 60) - 1]}"
-    )
+    return lambda item: f"{item['prompt']}. You are {agent + 1} of {case.agents}. {tale[: -(item['n'] % 60) - 1]}"
 
 
 def dataset(case):
@@ -158,11 +143,7 @@ def endless_copy(model, folder):
             (folder / source.name).symlink_to(source)
             continue
         content = json.loads(source.read_text())
-        content = {
-            key: x
-            for key, x in content.items()
-            if "eos" not in key and not key.startswith("pad_token")
-        }
+        content = {key: x for key, x in content.items() if "eos" not in key and not key.startswith("pad_token")}
         content |= {"pad_token": PADS[model]} if source.name == "tokenizer_config.json" else {}
         (folder / source.name).write_text(json.dumps(content))
 
@@ -196,9 +177,7 @@ def prepare_ours(case, dtype, folder):
     config |= {"max_grad_norm": None, "dtype": dtype}
     config |= {"micro_batch_size": case.micro_batch, "rollout_batch_size": case.micro_batch}
     config = getattr(module, f"{name.upper()}Config")(**config)
-    trainer = getattr(module, f"{name.upper()}Trainer")(
-        **arguments, args=config, output_dir=f"{folder}/run"
-    )
+    trainer = getattr(module, f"{name.upper()}Trainer")(**arguments, args=config, output_dir=f"{folder}/run")
     trainer.save_checkpoint = trainer.save_model = lambda path: None  # comlrl saves nothing either
 
     def tell():
@@ -206,9 +185,7 @@ def prepare_ours(case, dtype, folder):
         assert row["env_step"] == case.samples, row["env_step"]
         seconds = case.samples / row["time/env_steps_per_second"]
         tokens = statistics.fmean(row[f"agent_{i}/completion_tokens"] for i in range(case.agents))
-        return {part: row[f"time/{part}"] * seconds for part in ("rollout", "update")} | {
-            "tokens": tokens
-        }
+        return {part: row[f"time/{part}"] * seconds for part in ("rollout", "update")} | {"tokens": tokens}
 
     return trainer.train, tell
 
@@ -219,9 +196,7 @@ def prepare_comlrl(case, dtype, folder):
     from transformers import AutoTokenizer
 
     name, (config, arguments) = case.algorithm.split("-")[0].upper(), settings(case, folder)
-    config = getattr(actor_critic, f"{name}Config")(
-        **config, top_k=0
-    )  # None would be transformers' default, 50
+    config = getattr(actor_critic, f"{name}Config")(**config, top_k=0)  # None would be transformers' default, 50
     arguments |= {
         "tokenizer": AutoTokenizer.from_pretrained(folder),
         "model_config": {"dtype": dtype},
@@ -262,30 +237,17 @@ def prepare_floor(case, dtype, folder):
         case.items * case.generations,
     )
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    models = [
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        for _ in range(N + N * case.kl)
-    ]
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(N + N * case.kl)]
     agents, references, C = models[:N], models[N:], 1 if maac else N
-    critics = [
-        a.model if shared else AutoModel.from_pretrained(folder, dtype=torch.float32)
-        for a in agents[:C]
-    ]
+    critics = [a.model if shared else AutoModel.from_pretrained(folder, dtype=torch.float32) for a in agents[:C]]
     heads = [torch.nn.Linear(critic.config.hidden_size, 1) for critic in critics]
-    sampling = GenerationConfig(
-        max_new_tokens=K, do_sample=True, top_k=0, pad_token_id=tokenizer.pad_token_id
-    )
+    sampling = GenerationConfig(max_new_tokens=K, do_sample=True, top_k=0, pad_token_id=tokenizer.pad_token_id)
     cast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
     seconds, rows = {"rollout": 0.0, "update": 0.0}, dataset(case)
 
-    pairs = [
-        torch.nn.ModuleList(pair) for pair in zip(agents if shared else critics, heads, strict=True)
-    ]
+    pairs = [torch.nn.ModuleList(pair) for pair in zip(agents if shared else critics, heads, strict=True)]
     agent_optimizers, critic_optimizers = (
-        [
-            torch.optim.AdamW(x.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
-            for x in modules
-        ]
+        [torch.optim.AdamW(x.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True) for x in modules]
         for modules in ((pairs, []) if shared else (agents, pairs))
     )
 
@@ -313,31 +275,21 @@ def prepare_floor(case, dtype, folder):
         with cast:
             hidden = model.model(**x, use_cache=False).last_hidden_state[:, -K - 1 :]
             logits = model.lm_head(hidden[:, :-1])
-        losses = torch.nn.functional.cross_entropy(
-            logits.float().flatten(0, 1), answers.flatten(), reduction="none"
-        )
+        losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), answers.flatten(), reduction="none")
         return -losses.view_as(answers).sum(1), hidden
 
     def rollout(items):
         """Play one turn; returns what the actors and the critics read in the update, and the answers."""
-        prompts = [
-            [f(item) for item in items for _ in range(G)]
-            for f in (formatter(case, i) for i in range(N))
-        ]
+        prompts = [[f(item) for item in items for _ in range(G)] for f in (formatter(case, i) for i in range(N))]
         answers = []
         for i in range(N):
             x = inputs(prompts[i])
             with cast:
-                x = agents[i].generate(
-                    x["input_ids"], attention_mask=x["attention_mask"], generation_config=sampling
-                )
+                x = agents[i].generate(x["input_ids"], attention_mask=x["attention_mask"], generation_config=sampling)
             answers.append(x[:, -K:])
         actor_inputs = [inputs(prompts[i], answers[i]) for i in range(N)]
         if maac:
-            joint = [
-                "\n".join(f"[agent {i + 1}]\n{p}" for i, p in enumerate(p))
-                for p in zip(*prompts, strict=True)
-            ]
+            joint = ["\n".join(f"[agent {i + 1}]\n{p}" for i, p in enumerate(p)) for p in zip(*prompts, strict=True)]
             critic_inputs = [inputs(joint, *answers) if q else inputs(joint[::G])]
         else:
             critic_inputs = actor_inputs if q else [inputs(own[::G]) for own in prompts]
@@ -355,12 +307,7 @@ def prepare_floor(case, dtype, folder):
             logprobs, hidden = score(agents[i], actor_inputs[i], answers[i])
             loss = (logprobs * torch.randn(B)).mean()
             if shared:
-                loss = (
-                    loss
-                    + (heads[i](hidden[:, -1 if q else 0].float())[:, 0] - torch.rand(B))
-                    .square()
-                    .mean()
-                )
+                loss = loss + (heads[i](hidden[:, -1 if q else 0].float())[:, 0] - torch.rand(B)).square().mean()
             loss.backward()
             agent_optimizers[i].step(), agent_optimizers[i].zero_grad()
             if not shared:
@@ -393,9 +340,7 @@ def child(case, side, folder, threads):
     torch.set_num_threads(threads)
     torch.manual_seed(1)
     dtype = "bfloat16" if side.endswith("-bf16") else "float32"
-    prepare = {"ours": prepare_ours, "comlrl": prepare_comlrl, "floor": prepare_floor}[
-        side.split("-")[0]
-    ]
+    prepare = {"ours": prepare_ours, "comlrl": prepare_comlrl, "floor": prepare_floor}[side.split("-")[0]]
     train, tell = prepare(case, dtype, folder)
     warm, ids = (
         AutoModelForCausalLM.from_pretrained(TESTS / "tiny_lm"),
@@ -477,15 +422,9 @@ def medians(runs):
 def ratios(runs):
     """Ratios of two sides within a repeat, of each number [median, smallest, largest]."""
     rows, by = [], {(run["case"], run["side"], run["repeat"]): run for run in runs}
-    for case, a in dict.fromkeys(
-        (run["case"], run["side"]) for run in runs if run["side"].startswith("ours")
-    ):
+    for case, a in dict.fromkeys((run["case"], run["side"]) for run in runs if run["side"].startswith("ours")):
         for b in ("comlrl", a.replace("ours", "floor")):
-            pairs = [
-                (run, by[case, b, r])
-                for (*key, r), run in by.items()
-                if key == [case, a] and (case, b, r) in by
-            ]
+            pairs = [(run, by[case, b, r]) for (*key, r), run in by.items() if key == [case, a] and (case, b, r) in by]
             row = {"case": case, "median, min, max of": f"{a} / {b}"}
             for name in NUMBERS if pairs else ():
                 x = [mine[name] / other[name] for mine, other in pairs]
@@ -497,20 +436,13 @@ def ratios(runs):
 def growth(medians, cases):
     """Slopes of log CPU seconds per update and of log added MB over the log of what is varied."""
     rows, by = [], {row["case"]: row for row in medians if row["side"] == "ours"}
-    for what in dict.fromkeys(
-        case.name.split("/")[1] for case in cases if case.name.startswith("growth/")
-    ):
-        some = [
-            case for case in cases if case.name.startswith(f"growth/{what}/") and case.name in by
-        ]
+    for what in dict.fromkeys(case.name.split("/")[1] for case in cases if case.name.startswith("growth/")):
+        some = [case for case in cases if case.name.startswith(f"growth/{what}/") and case.name in by]
         x = [int(case.name.split("/")[2]) for case in some]
         cpu = [by[case.name]["cpu"] / case.updates for case in some]
         memory = [by[case.name]["added_mb"] for case in some]
         logs = [[math.log(max(value, 0.01)) for value in axis] for axis in (x, cpu, memory)]
-        slopes = [
-            statistics.linear_regression(logs[0], y).slope if len(x) > 1 else math.nan
-            for y in logs[1:]
-        ]
+        slopes = [statistics.linear_regression(logs[0], y).slope if len(x) > 1 else math.nan for y in logs[1:]]
         numbers = {
             "values": x,
             "cpu": cpu,
@@ -526,18 +458,12 @@ def commit():
     """What is checked out, and whether code was changed since."""
     run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
     changed = run(["git", "status", "--porcelain", "-uno", "*.py"]).stdout
-    return run(["git", "rev-parse", "--short", "HEAD"]).stdout.strip() + " with changes" * bool(
-        changed
-    )
+    return run(["git", "rev-parse", "--short", "HEAD"]).stdout.strip() + " with changes" * bool(changed)
 
 
 def describe(threads):
     """Machine, date and commit."""
-    names = [
-        line.split(":")[1].strip()
-        for line in open("/proc/cpuinfo")
-        if line.startswith("model name")
-    ]
+    names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     machine = f"{os.cpu_count()} CPUs ({(names or [platform.machine()])[0]}), {memory:.0f} GB, {platform.system()}"
     software = f"Python {platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}"
@@ -553,17 +479,9 @@ def table(rows):
     """Print a markdown table of dicts with the same keys."""
 
     def text_of(x):
-        return (
-            ", ".join(map(text_of, x))
-            if isinstance(x, list)
-            else f"{x:.3g}"
-            if isinstance(x, float)
-            else str(x)
-        )
+        return ", ".join(map(text_of, x)) if isinstance(x, list) else f"{x:.3g}" if isinstance(x, float) else str(x)
 
-    for line in (
-        [[*rows[0]], ["---"] * len(rows[0]), *(row.values() for row in rows)] if rows else ()
-    ):
+    for line in [[*rows[0]], ["---"] * len(rows[0]), *(row.values() for row in rows)] if rows else ():
         print(f"| {' | '.join(map(text_of, line))} |")
     print()
 
@@ -602,13 +520,9 @@ def readme(folder):
             ]
             for x in (peer["samples_per_s"], floor["cpu"], peer["peak_mb"]):
                 cells.append(f"{x[0]:.3g} ({x[1]:.3g} to {x[2]:.3g})")
-            lines.append(
-                "| " + " | ".join([*cells, str(result["about"]["threads per process"])]) + " |"
-            )
+            lines.append("| " + " | ".join([*cells, str(result["about"]["threads per process"])]) + " |")
         if by := {row["varied"]: row for row in result["growth"]}:
-            powers = ", ".join(
-                f"{x.replace('-', ' ')} {row['cpu_exponent']:.2f}" for x, row in by.items()
-            )
+            powers = ", ".join(f"{x.replace('-', ' ')} {row['cpu_exponent']:.2f}" for x, row in by.items())
             memory = f"memory, buffer with micro 8, {by['buffer-with-micro-8']['mb_exponent']:.2f}"
             notes += ["", f"- Growth, exponents of CPU time per update: {powers}; of {memory}."]
     return lines + notes
@@ -616,26 +530,16 @@ def readme(folder):
 
 def parse(line=None):
     """The options of a command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--cases", nargs="+", default=["acceptance"], help="patterns, or: acceptance, growth, all"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=["acceptance"], help="patterns, or: acceptance, growth, all")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     parser.add_argument("--sides", nargs="+", help="by default those that belong to the case")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--samples", type=int, help="joint answers per run, rounded up to whole updates"
-    )
+    parser.add_argument("--samples", type=int, help="joint answers per run, rounded up to whole updates")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
-    parser.add_argument(
-        "--peer-python", help="a Python that has comlrl, instead of a virtual environment made here"
-    )
+    parser.add_argument("--peer-python", help="a Python that has comlrl, instead of a virtual environment made here")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "speed.json")
-    parser.add_argument(
-        "--readme", action="store_true", help="print the README's table out of the results and stop"
-    )
+    parser.add_argument("--readme", action="store_true", help="print the README's table out of the results and stop")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(line)
 
@@ -651,44 +555,26 @@ def main():
         return print("\n".join(case.name for case in all_cases()))
     groups = {"acceptance": ACCEPTANCE, "growth": ["growth/*"], "all": ["*"]}
     patterns = [pattern for name in args.cases for pattern in groups.get(name, [name])]
-    cases = [
-        case
-        for case in all_cases()
-        if any(fnmatch.fnmatch(case.name, pattern) for pattern in patterns)
-    ]
+    cases = [case for case in all_cases() if any(fnmatch.fnmatch(case.name, pattern) for pattern in patterns)]
     if not cases:
         sys.exit("there is no such case, see --list")
     if any(case.model == "smollm2" for case in cases) and not (TESTS / "smollm2").exists():
-        print(
-            "skipped: all cases on SmolLM2, as tests/smollm2 is missing (python tests/fetch_smollm2.py makes it)"
-        )
+        print("skipped: all cases on SmolLM2, as tests/smollm2 is missing (python tests/fetch_smollm2.py makes it)")
         cases = [case for case in cases if case.model != "smollm2"]
     if args.samples:
         cases = [replace(case, updates=math.ceil(args.samples / case.buffer)) for case in cases]
     if args.sides:
         cases = [replace(case, sides=args.sides) for case in cases]
     elif any("bf16" in side for case in cases for side in case.sides) and not has_bfloat16():
-        print(
-            "skipped: bfloat16, which this CPU has no instructions for (--sides takes it all the same)"
-        )
-        cases = [
-            replace(case, sides=[side for side in case.sides if "bf16" not in side])
-            for case in cases
-        ]
+        print("skipped: bfloat16, which this CPU has no instructions for (--sides takes it all the same)")
+        cases = [replace(case, sides=[side for side in case.sides if "bf16" not in side]) for case in cases]
     python = dict.fromkeys((side for case in cases for side in case.sides), sys.executable)
     for side in [side for side in python if side.startswith("comlrl")]:
         python[side] = os.path.abspath(args.peer_python or make_peer(HERE / ".venv-comlrl"))
-    order = [
-        (repeat, case, side)
-        for repeat in range(args.repeats)
-        for case in cases
-        for side in case.sides
-    ]
+    order = [(repeat, case, side) for repeat in range(args.repeats) for case in cases for side in case.sides]
     runs = []
     for repeat, case, side in order:
-        runs += [
-            {"repeat": repeat} | row for row in run_side(case, side, python[side], args.threads)
-        ]
+        runs += [{"repeat": repeat} | row for row in run_side(case, side, python[side], args.threads)]
     if not runs:
         return sys.exit("nothing was measured")
     result = {"about": describe(args.threads), "medians": medians(runs), "ratios": ratios(runs)}

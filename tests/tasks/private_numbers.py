@@ -13,18 +13,14 @@ import random
 import re
 import statistics
 
-WINDFALL = (
-    1.5  # its standard deviation; that of the rest of the reward is about 0.2 at the beginning
-)
+WINDFALL = 1.5  # its standard deviation; that of the rest of the reward is about 0.2 at the beginning
 PAIRS = [(a, b) for a in range(10) for b in range(10)]
 MEAN = statistics.fmean((a - b) ** 2 for a, b in PAIRS)
 SCALE = WINDFALL / statistics.pstdev((a - b) ** 2 for a, b in PAIRS)
 
 eval_dataset = [{"numbers": list(pair)} for pair in PAIRS]
 train_dataset = [{"numbers": list(pair)} for pair in random.Random(0).choices(PAIRS, k=1600)]
-formatters = [
-    lambda item, i=i: f"agent {i + 1} of 2: sum to {item['numbers'][i]} =" for i in range(2)
-]
+formatters = [lambda item, i=i: f"agent {i + 1} of 2: sum to {item['numbers'][i]} =" for i in range(2)]
 
 
 def closeness(text, number):
@@ -38,10 +34,7 @@ def windfall(numbers):
 
 def reward_func(first, second, batch_items):
     a, b = batch_items[0]["numbers"]
-    return [
-        (closeness(x, a) + closeness(y, b)) / 2 + windfall((a, b))
-        for x, y in zip(first, second, strict=True)
-    ]
+    return [(closeness(x, a) + closeness(y, b)) / 2 + windfall((a, b)) for x, y in zip(first, second, strict=True)]
 
 
 def metrics_callback(samples):

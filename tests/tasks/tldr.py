@@ -125,10 +125,6 @@ if os.environ.get("TLDR_DATASET"):
     dataset = load_dataset(os.environ["TLDR_DATASET"])
     train_dataset, eval_dataset = dataset["train"], dataset["validation"]
 else:
-    posts = (
-        (Path(__file__).parent / "tldr_posts.txt").read_text(encoding="utf-8").strip().split("\n\n")
-    )
+    posts = (Path(__file__).parent / "tldr_posts.txt").read_text(encoding="utf-8").strip().split("\n\n")
     train_dataset = [{"prompt": post} for post in posts[:32]]
-    eval_dataset = [
-        {"prompt": post} for post in posts[32:]
-    ] * 3  # 16 posts, each answered three times
+    eval_dataset = [{"prompt": post} for post in posts[32:]] * 3  # 16 posts, each answered three times
