@@ -201,14 +201,14 @@ def test_gradients_equal_those_of_one_sample_at_a_time(variant, checkpointing, m
         own = [s for s in samples if s.agent_idx == i]
         scores = [logprob(i, s) for s in own]
         with agent.disable_adapter(), torch.no_grad():
-            kls = [score.item() - logprob(i, s).item() for s, score in zip(own, scores)]
+            kls = [score.item() - logprob(i, s).item() for s, score in zip(own, scores, strict=True)]
         assert max(map(abs, kls)) > 1e-3
-        rewards = torch.tensor([s.reward - 0.3 * kl for s, kl in zip(own, kls)])
+        rewards = torch.tensor([s.reward - 0.3 * kl for s, kl in zip(own, kls, strict=True)])
         values = [value(i, s) for s in own]
         errors = rewards - torch.tensor([v.item() for v in values])
         advantages = (errors - errors.mean()) / errors.std(correction=0)
-        actor = -sum(a * score for a, score in zip(advantages, scores)) / len(own)
-        critic = 0.6 * sum((v - r) ** 2 for v, r in zip(values, rewards)) / len(own)
+        actor = -sum(a * score for a, score in zip(advantages, scores, strict=True)) / len(own)
+        critic = 0.6 * sum((v - r) ** 2 for v, r in zip(values, rewards, strict=True)) / len(own)
         actor_grads = by_hand(actor, agent)
         critic_grads = by_hand(critic, trainer.critics[i])
         if "shared" in variant:
@@ -247,7 +247,7 @@ def test_a_resumed_run_ends_as_the_one_that_was_never_stopped(variant, given, ma
     with pytest.raises(InterruptedError):
         stopped.train()
     resumed.train(resume_from=stopped.output_dir)
-    for one, other in zip(whole.agents + whole.critics, resumed.agents + resumed.critics):
+    for one, other in zip(whole.agents + whole.critics, resumed.agents + resumed.critics, strict=True):
         assert all(map(torch.equal, one.parameters(), other.parameters()))
     if not given:
         return
@@ -279,14 +279,14 @@ def test_saved_adapters_load_by_peft_and_train_on(variant, make_trainer, folders
         folders_of["critic_model"] = f"{saved}/critic_0"
     for k, args in enumerate((KL, LORA | KL)):  # the adapters that are there are taken
         again = quiet(make_trainer(variant, tmp_path / str(k), args, **folders_of))
-        for old, new in zip(trainer.agents + trainer.critics, again.agents + again.critics):
+        for old, new in zip(trainer.agents + trainer.critics, again.agents + again.critics, strict=True):
             tensors = [list(common.trainable(x).values()) for x in (old, new)]
             assert len(tensors[0]) and all(map(torch.equal, *tensors))
         sequences = [[5, 6, 7], [8, 9]]
         values = trainer.critics[0](sequences, "float32")
         assert values.abs().min() > 0 and torch.equal(again.critics[0](sequences, "float32"), values)
         base = AutoModelForCausalLM.from_pretrained(folders["L"])
-        frozen = [p for p in distinct(again)[1]]
+        frozen = list(distinct(again)[1])
         adapters_of_references = sum(
             p.numel() for m in again.references for n, p in m.named_parameters() if "lora" in n
         )
@@ -295,7 +295,7 @@ def test_saved_adapters_load_by_peft_and_train_on(variant, make_trainer, folders
         before = [snapshot(agent) for agent in again.agents]
         again.train()
         assert again.samples[0].reference_kl == approx(0, abs=1e-6)  # of the adapters as they came
-        assert all(changed(a, b) for a, b in zip(again.agents, before))
+        assert all(changed(a, b) for a, b in zip(again.agents, before, strict=True))
 
 
 @pytest.mark.parametrize("variant", SEPARATE)
@@ -410,7 +410,7 @@ def test_wrapped_models_train_in_every_role(variant, kind, make_trainer, folders
     assert trainer.agents == given["agents"]
     assert trainer.samples[0].reference_kl == approx(0, abs=1e-5)
     assert trainer.samples[-1].reference_kl != 0
-    for agent, before in zip(trainer.agents, types):
+    for agent, before in zip(trainer.agents, types, strict=True):
         for name, p in agent.named_parameters():
             assert p.dtype == (torch.float32 if p.requires_grad else before[name])
     for m, start in zip(models, starts, strict=True):
@@ -426,7 +426,7 @@ def test_wrapped_models_train_in_every_role(variant, kind, make_trainer, folders
 def test_a_reference_shares_what_is_frozen(make_trainer, folders, tokenizer, tmp_path):
     agents = [adapters(AutoModelForCausalLM.from_pretrained(folders["L"])) for _ in range(2)]
     trainer = make_trainer("maac-v", tmp_path, KL, agents=agents, tokenizer=tokenizer)
-    for agent, reference in zip(trainer.agents, trainer.references):
+    for agent, reference in zip(trainer.agents, trainer.references, strict=True):
         own, others = dict(agent.named_parameters()), dict(reference.named_parameters())
         assert own.keys() == others.keys() and not common.trainable(reference)
         assert all((own[n] is others[n]) == ("lora" not in n) for n in own)
@@ -491,13 +491,13 @@ def test_recomputed_layers_run_twice_and_change_no_number(variant, model, args, 
         watched = layers[1].mlp
 
         def count(*_):
-            runs[0] += torch.is_grad_enabled()
+            runs[0] += torch.is_grad_enabled()  # noqa: B023
 
         watched.register_forward_pre_hook(count)  # what follows the last saved tensor is not rerun
         gradients = []
         for optimizer in trainer.optimizers():
             optimizer.register_step_pre_hook(
-                lambda o, *_: gradients.extend(p.grad for p in o.param_groups[0]["params"])
+                lambda o, *_: gradients.extend(p.grad for p in o.param_groups[0]["params"])  # noqa: B023
             )
         trainer.train()
         outcomes.append((runs[0], gradients))
