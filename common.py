@@ -18,7 +18,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -283,8 +283,10 @@ def load_pretrained(name: str, source: str, with_head: bool, options: dict[str, 
     auto_class = AutoModelForCausalLM if with_head else AutoModel
     logger = logging.getLogger("transformers.modeling_utils")
     logger.disabled = True  # it would report that a critic has no use for lm_head
+    # With weights of another shape it would end without a word on which: they are told below.
+    loading = {"output_loading_info": True, "ignore_mismatched_sizes": True} | options
     try:
-        model, info = auto_class.from_pretrained(source, output_loading_info=True, **options)
+        model, info = auto_class.from_pretrained(source, **loading)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name}={source!r} could not be loaded: {error}") from error
     finally:
@@ -401,12 +403,14 @@ def find_file(source: Any, name: str) -> str | None:
     """The path of a file in a folder or hub name; None if it is not there."""
     if not isinstance(source, str):
         return None
-    return cached_file(
-        source,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    with suppress(OSError):  # no such folder or name: whoever loads it says so
+        return cached_file(
+            source,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    return None
 
 
 # ------------------------------------------------------------------------------------- tokenization

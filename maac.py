@@ -37,6 +37,7 @@ episodes, B samples, K completion tokens, D hidden width. Agents count from 0; f
 0 is "agent 1".
 """
 
+import copy
 import hashlib
 import inspect
 import json
@@ -339,6 +340,8 @@ class Trainer:
         output_dir: str | None = None,  # a new folder, by default one in runs/
     ) -> None:
         self.args = args = Config() if args is None else args
+        if not isinstance(args, Config):
+            raise ValueError(f"args must be the settings of {ALGORITHM}.py, got {args!r:.200}")
         self.reward_func = reward_func
         self.reward_processor = reward_processor or float
         self.formatters = list_formatters(formatters, args.num_agents)
@@ -393,14 +396,14 @@ class Trainer:
 
     def load_critics(self, critic_model: Any, critics: Any, loader: Any) -> None:
         """Set critics: the same one for every agent."""
-        args, N = self.args, self.args.num_agents
+        N = self.args.num_agents
         given = {"critic_model": critic_model, "critics": critics}
         sources = common.resolve_sources(given, 1, "one critic serves all agents")
         devices = self.devices("critic_devices", 1)
         backbones = loader.load("critics", sources, devices)
         common.refuse_shared_weights(agents=self.agents, critics=backbones)
         width = loader.options["critic_value_head_hidden_dim"]
-        self.critics = [Critic(backbones[0], width, sources[0], args.seed)] * N
+        self.critics = [Critic(backbones[0], width, sources[0], self.seed_for("critic", 0))] * N
         self.critic_names = ["critic_0"] * N
         common.check_vocabulary("critics[0]", backbones[0], sources[0], self.tokenizers[0])
 
@@ -410,6 +413,7 @@ class Trainer:
         named = getattr(args, name) or args.agent_devices
         if args.parallel_training == "none":
             named = named or args.critic_devices or args.reference_devices
+            named = named and named[:1]
         return common.find_devices(name, named, count)
 
     def seed_for(self, *purpose: Any) -> int:
@@ -429,7 +433,7 @@ class Trainer:
         with self.start_run(resume_from):
             self.report()  # the first evaluation, or what was due when the checkpoint was written
             for items, first_row, epoch_ends in self.item_batches():
-                with self.weights_at_rest(), self.timed("rollout"):
+                with self.checkpoint_on_error(), self.timed("rollout"):
                     stream = ("train", self.counts.epoch, first_row)
                     episodes = self.rollout(items, first_row, args.num_generations, stream)
                     joints = [joint for episode in episodes for joint in episode]
@@ -511,7 +515,7 @@ class Trainer:
         if episode:
             histories = list(zip(*episode, strict=True))  # [N][T]
             external = self.external_transition(
-                prompt=item.get("prompt", ""),
+                prompt=copy.deepcopy(item.get("prompt", "")),
                 agent_completions=[s.completion for s in episode[-1]],
                 num_agents=N,
                 prompt_history_per_agent=[[s.prompt for s in turns] for turns in histories],
@@ -520,7 +524,7 @@ class Trainer:
             check_external(external, N, where)
             if self.args.external_prompt_passthrough:
                 return list(external)
-            original = item.get("prompt", "")
+            original = copy.deepcopy(item.get("prompt", ""))
             items = [{**item, "_original_prompt": original, "prompt": x} for x in external]
         prompts = []
         for i, formatter in enumerate(self.formatters):
@@ -734,7 +738,7 @@ class Trainer:
         if interval := args.eval_interval:
             is_due = counts.items_done // interval > counts.evaluated_items // interval
             if is_due or (ended and counts.items_done > counts.evaluated_items):
-                with self.weights_at_rest():
+                with self.checkpoint_on_error():
                     row |= self.evaluate()
                 counts.evaluated_items = counts.items_done
         steps = counts.env_step - counts.logged_step
@@ -812,7 +816,7 @@ class Trainer:
         self.seconds[part] += time.perf_counter() - started
 
     @contextmanager
-    def weights_at_rest(self) -> Iterator[None]:
+    def checkpoint_on_error(self) -> Iterator[None]:
         """An error where weights are only read, say in a user's function, leaves a checkpoint."""
         try:
             yield
@@ -964,8 +968,8 @@ def refuse_other(settings: dict[str, Any], own: dict[str, Any], path: str) -> No
 
 
 def dataset_digest(dataset: Any) -> str | None:
-    """Number of rows and a digest of 64 of them, to know a dataset again; None without a length."""
-    if not hasattr(dataset, "__len__"):
+    """Number of rows and a digest of 64 of them, to know a dataset again, if it tells."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
     count = len(dataset)
     rows = [dataset[row] for row in range(0, count, max(1, count // 64))]
@@ -1249,9 +1253,8 @@ def read_rewards(raw: Any, N: int, G: int, where: str) -> list[list[float]]:
     if not fits or not rewards.float().square().isfinite().all():
         forms = f"a number, {G} numbers (one per joint answer), {N} numbers (one per agent)"
         wanted = f"{forms} or {N} lists of {G} numbers, all finite, also squared"
-        count = (
-            f"{len(raw)} values, " if hasattr(raw, "__len__") and not isinstance(raw, str) else ""
-        )
+        is_list = isinstance(raw, list | tuple) or getattr(raw, "ndim", 0)
+        count = f"{len(raw)} values, " if is_list else ""
         raise ValueError(f"{where}: expected a reward of {wanted}; got {count}{raw!r:.200}")
     return (rewards[:, None] if per_agent else rewards).expand(N, G).tolist()
 

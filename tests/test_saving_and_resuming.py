@@ -253,7 +253,7 @@ def test_runs_killed_at_random_lines_end_as_if_nothing_had_happened(variant, who
     reached = json.loads(ended.stdout.splitlines()[-1])
     assert_same_end(tmp_path / "whole", whole(variant))  # in another process
     rng, kills, resumed = random.Random(variant), 0, 0
-    lines = rng.sample(sorted(reached), 5)
+    lines = rng.sample(sorted(reached), 4)
     while lines:
         folder = tmp_path / "run"
         while True:
@@ -268,7 +268,7 @@ def test_runs_killed_at_random_lines_end_as_if_nothing_had_happened(variant, who
         assert ended.returncode == 0, ended.stderr
         assert_same_end(folder, whole(variant))
         shutil.rmtree(folder)
-    assert kills >= 3 and resumed >= 1
+    assert kills >= 2 and resumed >= 1
 
 
 def play_with_half_a_file(variant, folder, name):
@@ -463,12 +463,20 @@ def test_an_error_of_the_dataset_leaves_a_checkpoint_of_the_last_update(variant,
     assert same(state(folder)["weights"], state(whole(variant))["weights"])
 
 
+BAD_ROWS = {
+    "no n": ({"prompt": "sum to 5"}, r"row 4, turn 1, agent 0: .*'n'"),
+    "None": (None, r"row 4, turn 1: .*must be a dict, got None"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
 @pytest.mark.parametrize("variant", ["iac-v", "maac-q"])
-def test_a_bad_row_costs_nothing_that_came_before(variant, tmp_path):
+def test_a_bad_row_costs_nothing_that_came_before(variant, case, tmp_path):
     """It is named when it comes, before a step is taken on what was answered with it."""
-    folder, bad = tmp_path / "run", [*ROWS[:4], {"prompt": "sum to 5"}]
-    trainer = build(variant, folder, {"checkpoint_interval": 0}, train_dataset=bad)
-    with pytest.raises(ValueError, match=r"row 4, turn 1, agent 0: .*'n'"):
+    folder, (bad, message) = tmp_path / "run", BAD_ROWS[case]
+    given = {"train_dataset": [*ROWS[:4], bad]}
+    trainer = build(variant, folder, {"checkpoint_interval": 0}, **given)
+    with pytest.raises(ValueError, match=message):
         train(trainer)
     weights = [x.state_dict() for x in (*trainer.agents, *trainer.critics)]
     left = state(folder)
@@ -769,6 +777,18 @@ def test_saving_models_removes_nothing_of_others(variant, tmp_path):
     heads = {path.split("/")[0] for path in saved if path.endswith("value_head.safetensors")}
     places = {"iac-v": {"critic_0", "critic_1"}, "maac-q": {"critic_0"}}
     assert heads == places.get(variant, {"agent_0", "agent_1"})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_value_heads_are_float32_whatever_the_default_type(variant, tmp_path):
+    torch.set_default_dtype(torch.float64)
+    try:
+        trainer = build(variant, tmp_path / "run", {"num_train_epochs": 1})
+        train(trainer)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    heads = [p for critic in trainer.critics for p in critic.value_head.parameters()]
+    assert {p.dtype for p in heads} == {torch.float32} and any(p.any() for p in heads)
 
 
 # ---------------------------------------------------------------------------------------- long runs
