@@ -458,15 +458,17 @@ class Trainer:
         while counts.epoch < args.num_train_epochs:
             first_row = counts.row
             rows = common.iterate(self.train_dataset, first_row)
-            ahead = list(islice(rows, 1))  # looking ahead tells where the epoch ends
+            with self.checkpoint_on_error():
+                ahead = list(islice(rows, 1))  # looking ahead tells where the epoch ends
             if not ahead:
                 raise ValueError(f"train_dataset has no rows in epoch {counts.epoch + 1}")
             while ahead:
                 missing = args.rollout_buffer_size - len(self.buffer)
                 count = math.ceil(missing / (args.num_generations * args.num_turns))
                 count = min(count, args.rollout_batch_size or count)
-                items = ahead + list(islice(rows, count - 1))
-                ahead = list(islice(rows, 1))
+                with self.checkpoint_on_error():
+                    items = ahead + list(islice(rows, count - 1))
+                    ahead = list(islice(rows, 1))
                 yield items, first_row, not ahead
                 first_row += len(items)
 
@@ -1397,7 +1399,12 @@ def main() -> None:
         task = number_task(args.num_agents, args.seed)
     model_config, wandb_config = {}, None
     if args.chat_template_kwargs:
-        model_config["chat_template_kwargs"] = json.loads(args.chat_template_kwargs)
+        try:
+            model_config["chat_template_kwargs"] = json.loads(args.chat_template_kwargs)
+        except ValueError as error:
+            raise ValueError(
+                f"chat_template_kwargs={args.chat_template_kwargs!r}: {error}"
+            ) from None
     if args.track:
         wandb_config = {"project": args.wandb_project, "entity": args.wandb_entity}
     trainer = Trainer(

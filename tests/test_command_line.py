@@ -365,15 +365,6 @@ def test_help_and_config_json_show_the_values_in_force(script, tmp_path):
         assert re.search(rf"--{re.escape(flag)}\b.*\n?.* [a-z\"]+ .*\(default", page.stdout), flag
 
 
-GROUPS = ["models and task", "algorithm", "sampling", "batching and memory", "devices"]
-GROUPS += ["evaluation and logging"]
-
-
-@pytest.mark.parametrize("script", FILES)
-def test_help_is_grouped(script):
-    titles = re.findall(r"\u256d\u2500 (.*?) \u2500", run(script, "--help").stdout)
-    for group in GROUPS:
-        assert any(group in title.lower() for title in titles), group
 
 
 # -------------------------------------------------------------------------------------------- tasks
