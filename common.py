@@ -76,7 +76,10 @@ def read_model_config(model_config: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ValueError(f"model_config must be a dict with keys among {known}, got {given!r:.300}")
     options: dict[str, Any] = {}
     for name in (*LOADING, "special_tokens"):
-        options[name] = dict(given.get(name) or {})
+        options[name] = given.get(name) or {}
+        if not isinstance(options[name], Mapping):
+            raise ValueError(f"model_config: {name}={options[name]!r:.200} must be a dict")
+        options[name] = dict(options[name])
     for kwargs in (options["model_kwargs"], options["critic_model_kwargs"]):
         for name in FOR_ALL:
             if given.get(name) is not None:

@@ -365,8 +365,6 @@ def test_help_and_config_json_show_the_values_in_force(script, tmp_path):
         assert re.search(rf"--{re.escape(flag)}\b.*\n?.* [a-z\"]+ .*\(default", page.stdout), flag
 
 
-
-
 # -------------------------------------------------------------------------------------------- tasks
 
 
