@@ -49,7 +49,8 @@ def load_once(auto_class):
 
     def from_pretrained(source, *args, **options):
         file = Path(str(source)) / "model.safetensors"
-        if args or options.keys() - {"dtype", "output_loading_info"} or not file.exists() or file.stat().st_size > 1e6:
+        known = {"dtype", "output_loading_info", "ignore_mismatched_sizes"}
+        if args or options.keys() - known or not file.exists() or file.stat().st_size > 1e6:
             return load(source, *args, **options)
         key = (
             file,
