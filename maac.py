@@ -909,6 +909,8 @@ class Trainer:
         self.output_dir, self.logged_at = folder, time.perf_counter()
         self.run = Run(folder, settings, self.wandb_config, self.verbose)
         self.run.drop_rows_after(self.counts.row_step)
+        if self.counts.updates and folder != resume_from:
+            self.save_checkpoint(self.run.path("checkpoint"))  # the new folder can be resumed
         if hasattr(dataset, "__len__"):
             self.run.total = len(dataset) * args.num_train_epochs
         if args.eval_interval and self.eval_dataset is None:
