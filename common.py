@@ -1,4 +1,4 @@
-"""What iac.py and maac.py share: loading, tokenization, generation and the scoring of tokens.
+"""What iac.py and maac.py share: processes, loading, tokenization, generation and scoring.
 
 No algorithm lives here. Letters in shape comments: N agents, B samples, P prompt tokens, K
 completion tokens, L = P + K, V vocabulary entries, D hidden width. Token ids travel as plain lists
@@ -16,15 +16,17 @@ import inspect
 import logging
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import (
@@ -35,6 +37,77 @@ from transformers.generation import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import cached_file
+
+# ---------------------------------------------------------------------------------------- processes
+
+
+def start_processes() -> None:
+    """Join the other processes, if torchrun started several."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or distributed.is_initialized():
+        return
+    backend = "gloo"  # numbers and samples travel between CPUs, ...
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl"  # ... gradients where they are
+    # Whoever waits for another's slow functions must not give up; of one that died it hears.
+    distributed.init_process_group(backend, timeout=timedelta(hours=3))
+
+
+def rank() -> int:
+    """The number of this process; 0 writes and shows for all."""
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def own_share(sequence: Any) -> Any:
+    """The part of a list or tensor for this process: of 0 1 2 3 4, with two, 0 2 4 or 1 3."""
+    return sequence[rank() :: world_size()]
+
+
+def gather(x: Any) -> list:
+    """Every process's x, in the order of their numbers. All have to call it."""
+    if world_size() == 1:
+        return [x]
+    gathered = [None] * world_size()
+    distributed.all_gather_object(gathered, x)
+    return gathered
+
+
+def take_weights_of_first(models: list[nn.Module]) -> None:
+    """Let all processes start from the weights in process 0: random ones differ."""
+    if world_size() == 1:
+        return
+    for parameter in dict.fromkeys(p for model in models for p in model.parameters()):
+        weights = parameter.data.contiguous()
+        distributed.broadcast(weights, src=0)
+        parameter.data.copy_(weights)
+
+
+PIECE = 2**26  # gradients that travel at once, 256 MB
+
+
+def sum_gradients(parameters: list[nn.Parameter]) -> None:
+    """Add up the gradients of all processes; one that had nothing to do adds zeros."""
+    if world_size() == 1:
+        return
+    pieces, count = defaultdict(list), 0
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad
+        pieces[gradient.device, gradient.dtype, count // PIECE].append(gradient)
+        count += gradient.numel()
+    for gradients in pieces.values():
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        distributed.all_reduce(flat)
+        sums = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, total in zip(gradients, sums, strict=True):
+            gradient.copy_(total.view_as(gradient))
+
 
 # ---------------------------------------------------------------------------------- data, functions
 
@@ -141,7 +214,10 @@ def resolve_tokenizers(tokenizer: Any, sources: list, options: dict[str, Any]) -
 
 
 def find_devices(name: str, devices: list[str] | None, count: int) -> list[torch.device]:
-    """`count` devices: those named, one for all or one each; by default cuda, else the cpu."""
+    """`count` devices: those named, one for all or one each; by default cuda, else the cpu.
+
+    "cuda" without a number is a process's own GPU.
+    """
     if devices and len(devices) not in (1, count):
         raise ValueError(f"{name}={devices} has {len(devices)} entries, expected 1 or {count}")
     devices = devices or ["cuda" if torch.cuda.is_available() else "cpu"]
@@ -457,6 +533,8 @@ def encode(tokenizer: Any, texts: list[str], places: list[str], known: int) -> l
 
     ValueError, naming the place, where there are no ids or one that is not below `known`.
     """  # noqa: D205
+    if not texts:
+        return []
     rows = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
     begin = begin_ids(tokenizer)
     rows = [ids if ids[: len(begin)] == begin else begin + ids for ids in rows]

@@ -26,6 +26,7 @@ fits, the advantage r - Q shrinks to noise. Let it learn slowly.
 
     python iac.py                             the demo: two tiny models name numbers that sum to n
     python iac.py --agent-model Qwen/Qwen3-0.6B --chat-template --task my_task.py
+    torchrun --nproc-per-node 8 iac.py ...    on 8 GPUs, each of which plays a share of the items
 
 Words: an item is a row of the dataset; a joint answer is one answer of every agent to the same item
 in the same turn; a sample is one agent's part of it; an episode is the turns of one item. env_step
@@ -349,6 +350,10 @@ class Trainer:
         self.args = args = Config() if args is None else args
         if not isinstance(args, Config):
             raise ValueError(f"args must be the settings of {ALGORITHM}.py, got {args!r:.200}")
+        common.start_processes()
+        if args.parallel_training == "mp" and common.world_size() > 1:
+            problem = f"places models for one process, but torchrun started {common.world_size()}"
+            raise ValueError(f"parallel_training='mp' {problem}")
         self.reward_func = reward_func
         self.reward_processor = reward_processor or float
         self.formatters = list_formatters(formatters, args.num_agents)
@@ -370,6 +375,7 @@ class Trainer:
         loader = common.Loader(options, *memory, self.seed_for)
         self.load_agents(agent_model, agents, tokenizer, loader)
         self.load_critics(critic_model, critics, loader)
+        common.take_weights_of_first([*self.agents, *self.critics, *self.references])
         if args.use_separate_critic:
             self.agent_optimizers = [adamw(args.agent_learning_rate, x) for x in self.agents]
             optimizers = {x: adamw(args.critic_learning_rate, x) for x in self.critics}
@@ -380,7 +386,7 @@ class Trainer:
             self.critic_optimizers = self.agent_optimizers
 
         self.buffer: list[Joint] = []  # joint answers since the last update; agent i's are joint[i]
-        self.buffer_metrics: dict[str, list[float]] = defaultdict(list)  # of what is in the buffer
+        self.buffer_metrics: dict[str, list[float]] = defaultdict(list)  # own share of these
         self.metrics: dict[str, list[float]] = defaultdict(list)  # to average in the next row
         self.seconds: dict[str, float] = defaultdict(float)  # spent in each part since the last row
         self.counts = Counts()
@@ -467,15 +473,16 @@ class Trainer:
         args = self.args
         with self.start_run(resume_from):
             self.report()  # the first evaluation, or what was due when the checkpoint was written
-            for items, first_row, epoch_ends in self.item_batches():
-                with self.checkpoint_on_error(), self.timed("rollout"):
-                    stream = ("train", self.counts.epoch, first_row)
-                    episodes = self.rollout(items, first_row, args.num_generations, stream)
+            for items, epoch_ends in self.item_batches():
+                with self.timed("rollout"), self.checkpoint_on_error():
+                    own = common.own_share(items)
+                    stream = ("train", self.counts.epoch)
+                    episodes = self.rollout(own, args.num_generations, stream)
                     joints = [joint for episode in episodes for joint in episode]
                     self.compute_values(joints)
                     self.compute_targets(episodes)
                     self.add_metrics(self.buffer_metrics, joints)
-                    self.buffer += joints
+                self.buffer += gather_joints(episodes)
                 if len(self.buffer) >= args.rollout_buffer_size or epoch_ends:
                     with self.timed("update"):
                         for i in range(args.num_agents):
@@ -484,15 +491,14 @@ class Trainer:
                     self.between_updates()
             self.end_run()
 
-    def item_batches(self) -> Iterator[tuple[list, int, bool]]:
-        """Yield the items to answer next, the number of the first, and whether they end an epoch.
+    def item_batches(self) -> Iterator[tuple[list, bool]]:
+        """Yield the items to answer next, as (row, item), and whether they end an epoch.
 
         They are those that fill the buffer if no episode ends early: the weights stay as they are.
         """
         args, counts = self.args, self.counts
         while counts.epoch < args.num_train_epochs:
-            first_row = counts.row
-            rows = common.iterate(self.train_dataset, first_row)
+            rows = enumerate(common.iterate(self.train_dataset, counts.row), counts.row)
             with self.checkpoint_on_error():
                 ahead = list(islice(rows, 1))  # looking ahead tells where the epoch ends
             if not ahead:
@@ -504,23 +510,25 @@ class Trainer:
                 with self.checkpoint_on_error():
                     items = ahead + list(islice(rows, count - 1))
                     ahead = list(islice(rows, 1))
-                yield items, first_row, not ahead
-                first_row += len(items)
+                yield items, not ahead
 
-    def rollout(self, items: list, first_row: int, G: int, stream: tuple) -> list[Episode]:
-        """Answer all items side by side, turn by turn, with the weights as they are.
+    def rollout(self, items: list, G: int, stream: tuple) -> list[Episode]:
+        """Answer all (row, item) side by side, turn by turn, with the weights as they are.
 
         Returns episodes [E][T][N] of samples, E = len(items) * G; T differs where some end early.
-        `stream` names the random numbers; functions of the user may draw from the global ones.
+        `stream` and the first row name the random numbers; the user's functions may draw from the
+        global ones.
         """
-        args = self.args
+        if not items:
+            return []  # there are more processes than items
+        args, stream = self.args, (*stream, items[0][0])
         transformers.set_seed(self.seed_for(*stream))
         episodes = [[] for _ in range(len(items) * G)]
         active = list(range(len(episodes)))  # the numbers of those that go on, B of them
         for turn in range(args.num_turns):
             joints = []  # [B][N]: the samples of this turn
             for e in active:
-                item, row = items[e // G], first_row + e // G
+                row, item = items[e // G]
                 if e % G == 0:  # the G joint answers to an item have the same prompts
                     prompts = self.next_prompts(item, episodes[e], f"row {row}, turn {turn + 1}")
                 joint = []
@@ -691,15 +699,16 @@ class Trainer:
 
     def actor_step(self, i: int, samples: list[RolloutSample], advantages: Tensor) -> None:
         """One step of agent i on B samples; with a shared backbone `critic_step` takes it."""
-        micro_advantages = self.micro_batches(advantages)
-        for batch, A in zip(self.micro_batches(samples), micro_advantages, strict=True):
+        micro_advantages = self.micro_batches(common.own_share(advantages))
+        micro_samples = self.micro_batches(common.own_share(samples))
+        for batch, A in zip(micro_samples, micro_advantages, strict=True):
             logprobs = self.logprobs(self.agents[i], batch)
             losses = policy_loss(logprobs, A.to(logprobs.device))
             (losses.sum() / len(samples)).backward()
-            self.metrics[f"agent_{i}/policy_loss"] += losses.tolist()
+            self.buffer_metrics[f"agent_{i}/policy_loss"] += losses.tolist()
             for s, row in zip(batch, logprobs.tolist(), strict=True):
                 surprise = [-logprob for logprob in row[: len(s.completion_ids)]]
-                self.metrics[f"agent_{i}/entropy"] += surprise
+                self.buffer_metrics[f"agent_{i}/entropy"] += surprise
         if self.args.use_separate_critic:
             self.optimizer_step(f"agent_{i}", self.agent_optimizers[i])
 
@@ -707,19 +716,20 @@ class Trainer:
         """One step of agent i's critic on B samples; with a shared backbone, of the agent too."""
         args, name = self.args, self.critic_names[i]
         clip = None if args.use_separate_critic else args.value_clip_range
-        for batch in self.micro_batches(samples):
+        for batch in self.micro_batches(common.own_share(samples)):
             values = self.critics[i]([s.critic_ids for s in batch], args.dtype)
             targets = torch.tensor([s.target for s in batch], device=values.device)
             old_values = torch.tensor([s.old_value for s in batch], device=values.device)
             losses = value_loss(values, targets, old_values, clip)
             (args.value_loss_coef * losses.sum() / len(samples)).backward()
-            self.metrics[f"{name}/value_loss"] += losses.tolist()
+            self.buffer_metrics[f"{name}/value_loss"] += losses.tolist()
         stepped = name if args.use_separate_critic else f"agent_{i}"
         self.optimizer_step(stepped, self.critic_optimizers[i])
 
     def optimizer_step(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """Clip the gradient, take the step, clear the gradient; refuse one that is not finite."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        common.sum_gradients(parameters)
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if not norm.isfinite():
             raise FloatingPointError(f"{name}/grad_norm is {norm.item()}: this step was not taken")
@@ -737,7 +747,7 @@ class Trainer:
 
     def micro_batches(self, samples: Any) -> list:
         """Pieces of at most micro_batch_size samples, which go through a model at once."""
-        size = self.args.micro_batch_size or len(samples)
+        size = self.args.micro_batch_size or len(samples) or 1
         return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     def empty_buffer(self, epoch_ends: bool) -> None:
@@ -751,8 +761,7 @@ class Trainer:
         counts.env_step += len(self.buffer)
         counts.updates += 1
         counts.truncated_prompts += sum(s.truncated for joint in self.buffer for s in joint)
-        for name, values in self.buffer_metrics.items():
-            self.metrics[name] += values
+        add_up(self.metrics, common.gather(self.buffer_metrics))
         self.buffer.clear()
         self.buffer_metrics.clear()
 
@@ -762,9 +771,10 @@ class Trainer:
         self.report()
         interval, ended = args.checkpoint_interval, counts.epoch == args.num_train_epochs
         is_due = interval and counts.updates % interval == 0 and not ended
-        if is_due or self.run.stop_requested:
+        if is_due:
             self.save_checkpoint(self.run.path("checkpoint"))
-        if self.run.stop_requested:
+        if any(common.gather(self.run.stop_requested)):
+            self.save_checkpoint(self.run.path("checkpoint"))
             raise KeyboardInterrupt
 
     def report(self) -> None:
@@ -774,8 +784,7 @@ class Trainer:
         if interval := args.eval_interval:
             is_due = counts.items_done // interval > counts.evaluated_items // interval
             if is_due or (ended and counts.items_done > counts.evaluated_items):
-                with self.checkpoint_on_error():
-                    row |= self.evaluate()
+                row |= self.evaluate()
                 counts.evaluated_items = counts.items_done
         steps = counts.env_step - counts.logged_step
         if steps >= args.logging_steps or (ended and steps):
@@ -797,18 +806,22 @@ class Trainer:
 
         The random numbers depend on env_step alone: evaluating changes nothing in training.
         """
-        args, metrics, answers = self.args, defaultdict(list), []
+        args, own_metrics, episodes = self.args, defaultdict(list), []
         dataset = () if self.eval_dataset is None else self.eval_dataset
-        items = list(islice(common.iterate(dataset), args.eval_num_samples))
-        for start in range(0, len(items), args.eval_batch_size):
-            batch = items[start : start + args.eval_batch_size]
-            episodes = self.rollout(batch, start, 1, ("eval", self.counts.env_step, start))
-            self.compute_targets(episodes)  # for the returns
-            joints = [joint for episode in episodes for joint in episode]
-            self.add_metrics(metrics, joints, "eval/")
-            answers += [s for joint in joints for s in joint]
+        with self.checkpoint_on_error():
+            items = list(enumerate(islice(common.iterate(dataset), args.eval_num_samples)))
+            items = common.own_share(items)
+            for start in range(0, len(items), args.eval_batch_size):
+                batch = items[start : start + args.eval_batch_size]
+                played = self.rollout(batch, 1, ("eval", self.counts.env_step))
+                self.compute_targets(played)  # for the returns
+                joints = [joint for episode in played for joint in episode]
+                self.add_metrics(own_metrics, joints, "eval/")
+                episodes += played
+        metrics, joints = defaultdict(list), gather_joints(episodes)
+        add_up(metrics, common.gather(own_metrics))
         if self.run:
-            self.run.log_answers(self.counts.env_step, answers)
+            self.run.log_answers(self.counts.env_step, [s for joint in joints for s in joint])
         return means(metrics)
 
     def add_metrics(
@@ -853,13 +866,22 @@ class Trainer:
 
     @contextmanager
     def checkpoint_on_error(self) -> Iterator[None]:
-        """An error where weights are only read, say in a user's function, leaves a checkpoint."""
+        """An error where weights are only read, say in a user's function, leaves a checkpoint.
+
+        It ends all processes, which meet here: nothing within may wait for the others.
+        """
+        error = None
         try:
             yield
-        except BaseException:
-            if self.counts.updates:
-                self.save_checkpoint(self.run.path("checkpoint"))
+        except BaseException as raised:
+            error = repr(raised)
             raise
+        finally:
+            errors = [other for other in common.gather(error) if other]
+            if errors and self.run and self.counts.updates:
+                self.save_checkpoint(self.run.path("checkpoint"))
+            if errors and not error:
+                raise RuntimeError(f"another process ended with {errors[0]:.1000}")
 
     # Saving and resuming
 
@@ -868,6 +890,8 @@ class Trainer:
 
         With a shared backbone the head lies in agent_{i}/. All are loaded again by their folders.
         """
+        if common.rank() > 0:
+            return
         for i, agent in enumerate(self.agents):
             agent.save_pretrained(os.path.join(path, f"agent_{i}"))
             self.tokenizers[i].save_pretrained(os.path.join(path, f"agent_{i}"))
@@ -881,6 +905,8 @@ class Trainer:
 
     def save_checkpoint(self, path: str) -> None:
         """Write all that changes in training, for `train(resume_from=...)` to go on from."""
+        if common.rank() > 0:
+            return
         state = {
             "settings": self.settings(),
             "counts": asdict(self.counts),
@@ -943,6 +969,11 @@ class Trainer:
             folder = f"runs/{ALGORITHM}__{args.critic_type}__{args.seed}__{stamp}"
         if folder != resume_from and os.path.exists(folder) and os.listdir(folder):
             raise ValueError(f"output_dir={folder!r} holds files: name a new folder, or resume it")
+        folder = common.gather(folder)[0]  # nothing is written until all have looked
+        for other in common.gather(settings):
+            unequal = [name for name in settings if settings[name] != other.get(name)]
+            if unequal:
+                raise ValueError(f"the processes disagree on {unequal}")
         self.output_dir, self.logged_at = folder, time.perf_counter()
         self.run = Run(folder, settings, self.wandb_config, self.verbose)
         self.run.drop_rows_after(self.counts.row_step)
@@ -959,6 +990,7 @@ class Trainer:
         self.save_checkpoint(self.run.path("checkpoint"))
         self.save_model(self.run.path("model"))
         say(f"The trained models are in {self.run.path('model')}.")
+        common.gather(None)  # until all is written
 
 
 IACTrainer = Trainer
@@ -968,6 +1000,20 @@ def adamw(learning_rate: float, *modules: nn.Module) -> torch.optim.Optimizer:
     """The optimiser of what trains in these modules."""
     parameters = [p for module in modules for p in common.trainable(module).values()]
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0, fused=True)
+
+
+def gather_joints(episodes: list[Episode]) -> list[Joint]:
+    """The joint answers of all processes' episodes [E][T][N], in the order of the items."""
+    every = [episode for own in common.gather(episodes) for episode in own]
+    every.sort(key=lambda episode: (episode[0][0].row, episode[0][0].generation_idx))
+    return [joint for episode in every for joint in episode]
+
+
+def add_up(metrics: dict[str, list[float]], parts: list[dict[str, list[float]]]) -> None:
+    """Add each metric's values in the parts."""
+    for part in parts:
+        for name, values in part.items():
+            metrics[name] += values
 
 
 def means(metrics: dict[str, list[float]]) -> dict[str, float]:
@@ -1052,6 +1098,8 @@ def read_wandb_config(given: Mapping[str, Any] | None) -> tuple[dict[str, Any] |
 
 def say(text: str) -> None:
     """Show a line; nothing that is only shown may end a run."""
+    if common.rank() > 0:
+        return
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     with suppress(OSError, ValueError):  # a console that is closed
         tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -1059,6 +1107,8 @@ def say(text: str) -> None:
 
 class Run:
     """Writes what a run leaves and shows, and hears of a stop; it knows no model and no loss.
+
+    Of several processes the first one does so, the others only hear.
 
     Its folder holds config.json, metrics.jsonl and completions.jsonl; the trainer adds checkpoint/
     and model/. As a context it shows a progress bar, tracks with W&B and handles Ctrl-C and
@@ -1073,6 +1123,9 @@ class Run:
         self.total: int | None = None  # items to do
         self.stop_requested = False
         self.bar = self.tracker = None
+        self.writes = common.rank() == 0
+        if not self.writes:
+            return
         os.makedirs(folder, exist_ok=True)
         with open(self.path("config.json.new"), "w") as file:
             json.dump(self.settings, file, indent=2)
@@ -1084,6 +1137,8 @@ class Run:
 
     def drop_rows_after(self, env_step: int) -> None:
         """Forget what was written after a checkpoint: it comes again."""
+        if not self.writes:
+            return
         for name in ("metrics.jsonl", "completions.jsonl"):
             kept = []
             with suppress(FileNotFoundError), open(self.path(name)) as file:
@@ -1097,9 +1152,9 @@ class Run:
 
     def __enter__(self) -> "Run":
         say(f"The files of this run are in {self.folder}.")
-        if self.wandb_config is not None:
+        if self.wandb_config is not None and self.writes:
             self.tracker = self.start_tracking()
-        self.bar = tqdm(total=self.total, unit="item", disable=not self.verbose)
+        self.bar = tqdm(total=self.total, unit="item", disable=not (self.verbose and self.writes))
         self.handlers = {}
         if (
             threading.current_thread() is threading.main_thread()
@@ -1146,7 +1201,8 @@ class Run:
         if self.stop_requested:
             raise KeyboardInterrupt
         self.stop_requested = True
-        os.write(2, b"\nStopping after this update; once more stops at once.\n")
+        if self.writes:
+            os.write(2, b"\nStopping after this update; once more stops at once.\n")
 
     def log(self, env_step: int, items_done: int, row: dict[str, float]) -> None:
         """Append a row of metrics, track it and show what matters most."""
@@ -1177,6 +1233,8 @@ class Run:
 
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Append rows to a file of JSON lines."""
+        if not self.writes:
+            return
         with open(self.path(name), "a") as file:
             file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
 
