@@ -204,7 +204,10 @@ def torchrun(W, *command):
 
 
 def end(process):
-    text, _ = process.communicate(timeout=300)
+    try:
+        text, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
     return process.returncode, text
 
 
